@@ -1,0 +1,34 @@
+"""Sparse Gaussian processes inside any NumPyro model: the model says what is believed, the guide how it is approximated."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from numpyro_sgp import kernels as kernels
+from numpyro_sgp.autoguide import AutoSparseGP
+from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
+from numpyro_sgp.elbo import QuadratureELBO
+from numpyro_sgp.inducing import InducingPoints
+from numpyro_sgp.optim import NaturalGradient, num_refused
+from numpyro_sgp.svgp import AutoSVGP, NaturalWhitened, Unwhitened, Whitened
+from numpyro_sgp.tsvgp import AutoTSVGP, Dual
+
+try:
+    __version__ = version("numpyro-sgp")
+except PackageNotFoundError:  # run from a source tree that was not installed
+    __version__ = "0.0.0"
+
+__all__ = [
+    "AutoSVGP",
+    "AutoSparseGP",
+    "AutoTSVGP",
+    "Dual",
+    "GaussianProcess",
+    "InducingPoints",
+    "NaturalGradient",
+    "NaturalWhitened",
+    "QuadratureELBO",
+    "SparsePosterior",
+    "Unwhitened",
+    "Whitened",
+    "kernels",
+    "num_refused",
+]

@@ -1,0 +1,459 @@
+"""The guide that runs the model with its GP sites replaced by sparse posteriors.
+
+The base guide gives values to every other latent variable; then the model itself is run at those values, and a handler
+puts a posterior in the place of each `GaussianProcess`, at the site's own inputs and kernel. So q(f) adapts to sampled
+hyperparameters: q(θ) q(u | θ). This module knows messages and nothing of parametrisations.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+import numpyro
+from numpyro import handlers
+from numpyro.infer.autoguide import AutoGuide, AutoNormal
+from numpyro.primitives import Messenger
+
+from numpyro_sgp.conditionals import Moments
+from numpyro_sgp.distributions import GaussianProcess, SparsePosterior, rewrap, unwrap
+from numpyro_sgp.inducing import AbstractInducing, as_inducing
+
+__all__ = ["AbstractAutoSparseGP", "AbstractPosteriorFamily", "AutoSparseGP", "inducing_param"]
+
+Inducing = ArrayLike | AbstractInducing | Callable[[Callable, Array, Array], ArrayLike | AbstractInducing]
+
+
+class AbstractPosteriorFamily(ABC):
+    """A parametrisation of q(u): declares its parameters and returns the moments at the inputs of a prior."""
+
+    @abstractmethod
+    def moments(
+        self, param: Callable[[str, Any], Any], prior: GaussianProcess, batch_shape: tuple[int, ...]
+    ) -> Moments:
+        """Moments of q(f(X)).
+
+        Args:
+            param: `param(symbol, init)` declares a parameter of this site and returns its value.
+            prior: the prior at the inputs where the posterior is wanted.
+            batch_shape: one latent for each entry.
+        """
+
+
+def inducing_param(
+    param: Callable[[str, Any], Any], inducing: Inducing, prior: GaussianProcess, learn_inducing: bool
+) -> AbstractInducing:
+    """The inducing object of a site, kept among the parameters so that they alone suffice for prediction.
+
+    Args:
+        param: declares a parameter of the site.
+        inducing: inducing inputs (M, D), an inducing object, or `(kernel, X, rng_key)` to one, called at initialisation.
+        prior: the site's prior.
+        learn_inducing: whether the loss has a gradient with respect to it.
+
+    Raises:
+        ValueError: the inducing object has another number of columns than X.
+    """
+
+    def init(rng_key: Array) -> AbstractInducing:
+        made = inducing(prior.kernel, prior.X, rng_key) if callable(inducing) else inducing
+        return as_inducing(made)
+
+    value = param("inducing", init)
+    if value.width != prior.X.shape[-1]:
+        msg = (
+            f"`inducing` has {value.width} columns, but this site's `X` has shape {prior.X.shape}. "
+            f"Give inducing inputs with {prior.X.shape[-1]} columns; for sites of different widths use a dict by site."
+        )
+        raise ValueError(msg)
+    return value if learn_inducing else jax.lax.stop_gradient(value)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class LatentNames:
+    """Names of the latent variables that the base guide gives values to: a parameter without numbers."""
+
+    names: tuple[str, ...]
+
+
+def _is_latent(msg: dict) -> bool:
+    return msg["type"] == "sample" and not msg["is_observed"] and msg["value"] is None
+
+
+def _needs_value(msg: dict) -> bool:
+    return _is_latent(msg) and not msg["infer"].get("is_auxiliary")
+
+
+class _ModelForBase:
+    """The model with its GP values set to zero and hidden: what the base guide sees, without any N × N work."""
+
+    def __init__(self, model: Callable) -> None:
+        self.model = model
+        self.latents: tuple[str, ...] | None = None  # None: all of them
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _ZeroGaussianProcesses(self.latents):
+            return self.model(*args, **kwargs)
+
+
+class _ZeroGaussianProcesses(Messenger):
+    def __init__(self, latents: tuple[str, ...] | None) -> None:
+        self.latents = latents
+        super().__init__()
+
+    def process_message(self, msg: dict) -> None:
+        if not _is_latent(msg):
+            return
+        if isinstance(unwrap(msg["fn"]), GaussianProcess):
+            gp = unwrap(msg["fn"])
+            msg["value"] = jnp.zeros(msg["fn"].shape(), gp.X.dtype)
+            msg["stop"] = True
+        elif self.latents is not None and msg["name"] not in self.latents:
+            # An outcome to be predicted, not a latent variable of the fit.
+            msg["kwargs"]["rng_key"] = numpyro.prng_key()
+            msg["stop"] = True
+
+
+class _SwapGaussianProcesses(Messenger):
+    """Replaces GP sites by posteriors and gives the other latents the base guide's values, in the model's order."""
+
+    def __init__(
+        self, base_trace: dict[str, dict], posterior: Callable[[str, GaussianProcess, tuple[int, ...]], SparsePosterior],
+        predicting: bool,
+    ) -> None:
+        self.base_trace = base_trace
+        self.posterior = posterior
+        self.predicting = predicting
+        self.exposed: set[str] = set()
+        self.gp_sites: dict[str, SparsePosterior] = {}
+        self.plate_sizes: dict[str, int] = {}
+        super().__init__()
+
+    def hides(self, msg: dict) -> bool:
+        return msg["type"] == "sample" and msg["name"] not in self.exposed
+
+    def process_message(self, msg: dict) -> None:
+        if msg["type"] == "plate":
+            self._process_plate(msg)
+        elif _is_latent(msg):
+            if isinstance(unwrap(msg["fn"]), GaussianProcess):
+                self._process_gaussian_process(msg)
+            elif msg["name"] in self.base_trace:
+                site = self.base_trace[msg["name"]]
+                msg.update(fn=site["fn"], value=site["value"], intermediates=site["intermediates"])
+                self.exposed.add(msg["name"])
+            elif not self.predicting and _needs_value(msg):
+                sampled = sorted(name for name, site in self.base_trace.items() if site["type"] == "sample")
+                message = (
+                    f"The base guide leaves the latent site {msg['name']!r} without a value; it samples {sampled}. "
+                    "Sample it in your guide, or leave `base` at `AutoNormal`, which covers every latent."
+                )
+                raise ValueError(message)
+
+    def _process_plate(self, msg: dict) -> None:
+        size, subsample_size = msg["args"]
+        if subsample_size is not None and subsample_size > size:
+            message = (
+                f"Plate {msg['name']!r} has size {size}, smaller than its subsample of {subsample_size} rows. "
+                "Pass the number of rows of the whole data set as the plate's size (`num_data`)."
+            )
+            raise ValueError(message)
+        self.plate_sizes[msg["name"]] = size
+        if msg["name"] in self.base_trace:
+            msg["value"] = self.base_trace[msg["name"]]["value"]
+
+    def _process_gaussian_process(self, msg: dict) -> None:
+        name = msg["name"]
+        for frame in msg["cond_indep_stack"]:
+            size = self.plate_sizes.get(frame.name, frame.size)
+            if size != frame.size:
+                message = (
+                    f"GP site {name!r} lies inside plate {frame.name!r}, which subsamples {frame.size} of {size}. A GP is one "
+                    "random function, not one per row: sample it before the plate, at the inputs of the batch (with "
+                    "`num_data` as the plate's size) or at all inputs (then `numpyro.subsample(f, event_dim=0)` inside)."
+                )
+                raise ValueError(message)
+
+        def replace(prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
+            self.gp_sites[name] = self.posterior(name, prior, batch_shape)
+            return self.gp_sites[name]
+
+        msg["fn"] = rewrap(msg["fn"], replace)
+        self.exposed.add(name)
+
+    def postprocess_message(self, msg: dict) -> None:
+        # The guide reads mutable state and must not be the one to change it: the model is run again by the loss, and
+        # what it changes there is what counts. Outer handlers have recorded the value by now; the model gets a copy.
+        if msg["type"] == "mutable" and isinstance(msg["value"], dict):
+            msg["value"] = msg["value"].copy()
+
+
+def _size_is_missing(error: TypeError) -> bool:
+    frame = error.__traceback__
+    while frame is not None:
+        variables = frame.tb_frame.f_locals
+        if isinstance(variables.get("self"), numpyro.plate) and variables.get("size", 0) is None:
+            return True
+        frame = frame.tb_next
+    return False
+
+
+def _make_base(base: Any, model: Callable, prefix: str) -> Callable:
+    factory = base.func if isinstance(base, functools.partial) else base
+    if isinstance(factory, type) and issubclass(factory, AutoGuide):
+        return base(model, prefix=prefix)
+    if callable(base):
+        return base
+    msg = f"`base` must be an autoguide class or a guide, got {type(base).__name__}. `AutoNormal` is the default."
+    raise TypeError(msg)
+
+
+class AbstractAutoSparseGP(AutoGuide):
+    """Runs a base guide, then the model with its GP sites swapped; subclasses say which posterior a site gets."""
+
+    def __init__(self, model: Callable, *, base: Any, prefix: str) -> None:
+        if not callable(model):
+            msg = f"`model` must be a callable with NumPyro primitives, got {type(model).__name__}. Pass the function."
+            raise TypeError(msg)
+        super().__init__(model, prefix=prefix)
+        self._model_for_base = _ModelForBase(model)
+        self.base = _make_base(base, self._model_for_base, prefix)
+
+    @abstractmethod
+    def family(self, site: str) -> AbstractPosteriorFamily:
+        """The posterior family of a GP site."""
+
+    def check_sites(self, sites: set[str]) -> None:
+        """Raise if the guide was given names that are no GP sites of the model."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        predicting = numpyro.get_mask() is False
+        base_trace = self._run_base(predicting, args, kwargs)
+        trace, _ = self._run_model(base_trace, predicting, args, kwargs)
+        return {name: site["value"] for name, site in trace.items() if site["type"] == "sample"}
+
+    def _run_base(self, predicting: bool, args: tuple, kwargs: dict) -> dict[str, dict]:
+        if isinstance(self.base, AutoGuide):
+            names = self._latent_names(predicting, args, kwargs)
+            if not names:
+                return {}
+            if self.base.prototype_trace is None:
+                self._model_for_base.latents = names
+
+        # The base guide's samples are shown by the model's run below, in the model's order; the rest passes through.
+        def hides(msg: dict) -> bool:
+            return msg["type"] == "sample" and not msg["infer"].get("is_auxiliary")
+
+        with handlers.block(hide_fn=hides), handlers.trace() as base_trace:
+            self.base(*args, **kwargs)
+        return base_trace
+
+    def _latent_names(self, predicting: bool, args: tuple, kwargs: dict) -> tuple[str, ...]:
+        """Which latents are the base guide's: found where the data are given, and remembered among the parameters."""
+        found: tuple[str, ...] = ()
+        if not predicting:
+            with handlers.block(), handlers.trace() as trace:
+                self._model_for_base(*args, **kwargs)
+            found = tuple(name for name, site in trace.items() if site["type"] == "sample" and not site["is_observed"])
+        return numpyro.param(f"{self.prefix}_latents", LatentNames(found)).names
+
+    def _run_model(
+        self, base_trace: dict[str, dict], predicting: bool, args: tuple, kwargs: dict
+    ) -> tuple[dict[str, dict], dict[str, SparsePosterior]]:
+        def posterior(site: str, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
+            def param(symbol: str, init: Any) -> Any:
+                return numpyro.param(f"{site}_{self.prefix}_{symbol}", init)
+
+            moments = self.family(site).moments(param, prior, batch_shape)
+            return SparsePosterior(prior, moments, batch_shape, joint=predicting)
+
+        swap = _SwapGaussianProcesses(base_trace, posterior, predicting)
+        try:
+            with handlers.trace() as trace, handlers.block(hide_fn=swap.hides), swap:
+                self.model(*args, **kwargs)
+        except TypeError as error:
+            if _size_is_missing(error):
+                msg = (
+                    "A plate of the model was given the size None. It needs N, the number of rows of the whole data set: "
+                    "pass it to the model (`num_data=N`), or use the number of rows of the batch when that is all there is."
+                )
+                raise ValueError(msg) from error
+            raise
+        if not swap.gp_sites:
+            msg = (
+                "The model has no `GaussianProcess` site to approximate. Write "
+                '`f = numpyro.sample("f", numpyro_sgp.GaussianProcess(kernel, X))` in it, or use another guide.'
+            )
+            raise ValueError(msg)
+        self.check_sites(set(swap.gp_sites))
+        return trace, swap.gp_sites
+
+    def _conditioned(self, rng_key: Array, params: Mapping[str, Any]) -> Callable[[Callable], Any]:
+        """A context that gives parameters and randomness, and draws jointly."""
+
+        def run(fn: Callable) -> Any:
+            with handlers.block(), handlers.seed(rng_seed=rng_key), handlers.substitute(data=dict(params)):
+                with handlers.mask(mask=False):
+                    return fn()
+
+        return run
+
+    def posterior(
+        self, rng_key: Array, params: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, SparsePosterior]:
+        """The posterior of each GP site at the model's inputs.
+
+        Args:
+            rng_key: draws the hyperparameters, where the base guide is random.
+            params: fitted parameters.
+            args: arguments of the model, at the inputs where the posterior is wanted.
+            kwargs: keyword arguments of the model.
+
+        Returns:
+            By site name: `.mean`, `.variance`, `.covariance()`, `.sample(key)`, given one draw of the hyperparameters.
+        """
+
+        def run() -> dict[str, SparsePosterior]:
+            base_trace = self._run_base(True, args, kwargs)
+            return self._run_model(base_trace, True, args, kwargs)[1]
+
+        return self._conditioned(rng_key, params)(run)
+
+    def sample_posterior(
+        self,
+        rng_key: Array,
+        params: Mapping[str, Any],
+        *args: Any,
+        sample_shape: tuple[int, ...] = (),
+        **kwargs: Any,
+    ) -> dict[str, Array]:
+        """Joint draws of every latent, with the GP sites at the model's inputs, and of the deterministic sites.
+
+        Args:
+            rng_key: a key.
+            params: fitted parameters.
+            args: arguments of the model.
+            sample_shape: leading shape of the draws.
+            kwargs: keyword arguments of the model.
+        """
+
+        def draw(key: Array) -> dict[str, Array]:
+            def run() -> dict[str, Array]:
+                trace, _ = self._run_model(self._run_base(True, args, kwargs), True, args, kwargs)
+                return {n: site["value"] for n, site in trace.items() if site["type"] in ("sample", "deterministic")}
+
+            return self._conditioned(key, params)(run)
+
+        if not sample_shape:
+            return draw(rng_key)
+        keys = jax.random.split(rng_key, sample_shape)
+        draws = jax.lax.map(draw, keys.reshape(-1))
+        return jax.tree.map(lambda x: x.reshape(*sample_shape, *x.shape[1:]), draws)
+
+    def _at_base_values(
+        self, params: Mapping[str, Any], values: Mapping[str, Array], args: tuple, kwargs: dict
+    ) -> dict[str, SparsePosterior]:
+        base_trace = {
+            name: {"type": "sample", "fn": numpyro.distributions.Delta(value), "value": value, "intermediates": []}
+            for name, value in values.items()
+        }
+        run = self._conditioned(jax.random.key(0), params)
+        return run(lambda: self._run_model(base_trace, True, args, kwargs)[1])
+
+    def _base_summary(self, params: Mapping[str, Any], args: tuple, kwargs: dict, method: str, *extra: Any) -> dict:
+        if not isinstance(self.base, AutoGuide):
+            msg = f"`{method}` needs a base guide that has one, got a {type(self.base).__name__}. Use `sample_posterior`."
+            raise TypeError(msg)
+        latents = params.get(f"{self.prefix}_latents")
+        if latents is not None and not latents.names:
+            return {}
+        if self.base.prototype_trace is None:
+            # A guide made afresh: one run tells the base guide the shapes of its sites.
+            self._conditioned(jax.random.key(0), params)(lambda: self._run_base(True, args, kwargs))
+        return getattr(self.base, method)(params, *extra)
+
+    def median(self, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """Posterior medians of the other latents, and of the GP sites where the model's arguments are given.
+
+        Args:
+            params: fitted parameters.
+            args: arguments of the model; with them the GP sites are included, given the median of the other latents.
+            kwargs: keyword arguments of the model.
+        """
+        values = self._base_summary(params, args, kwargs, "median")
+        if not args and not kwargs:
+            return values
+        posteriors = self._at_base_values(params, values, args, kwargs)
+        return {**values, **{site: q.mean for site, q in posteriors.items()}}
+
+    def quantiles(
+        self, params: Mapping[str, Any], quantiles: ArrayLike, *args: Any, **kwargs: Any
+    ) -> dict[str, Array]:
+        """Posterior quantiles of the other latents, and of the GP sites where the model's arguments are given.
+
+        Args:
+            params: fitted parameters.
+            quantiles: probabilities in (0, 1); their shape leads the result's.
+            args: arguments of the model; with them the GP sites are included, given the median of the other latents.
+            kwargs: keyword arguments of the model.
+        """
+        values = self._base_summary(params, args, kwargs, "quantiles", quantiles)
+        if not args and not kwargs:
+            return values
+        medians = self._base_summary(params, args, kwargs, "median")
+        posteriors = self._at_base_values(params, medians, args, kwargs)
+        return {**values, **{site: q.quantile(quantiles) for site, q in posteriors.items()}}
+
+
+class AutoSparseGP(AbstractAutoSparseGP):
+    """A sparse posterior for each GP site of a model, family by family.
+
+    Args:
+        model: a NumPyro model with `GaussianProcess` sites.
+        families: a posterior family for every site, or a dict of them by site name.
+        base: guide for the other latents: an autoguide class, or a guide.
+        prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
+
+    Raises:
+        ValueError: a GP site without a family, or a family without a site (when the guide is first run).
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        families: AbstractPosteriorFamily | Mapping[str, AbstractPosteriorFamily],
+        *,
+        base: Any = AutoNormal,
+        prefix: str = "auto",
+    ) -> None:
+        self.families = families
+        super().__init__(model, base=base, prefix=prefix)
+
+    def family(self, site: str) -> AbstractPosteriorFamily:
+        return for_site(self.families, site, "families")
+
+    def check_sites(self, sites: set[str]) -> None:
+        check_names(self.families, sites, "families")
+
+
+def for_site(value: Any, site: str, argument: str) -> Any:
+    """The entry of a dict by site, or the one value for all sites."""
+    if not isinstance(value, Mapping):
+        return value
+    if site not in value:
+        msg = f"`{argument}` has entries for {sorted(value)}, none for the GP site {site!r}. Add one."
+        raise ValueError(msg)
+    return value[site]
+
+
+def check_names(value: Any, sites: set[str], argument: str) -> None:
+    """Raise if a dict by site names something that is not a GP site."""
+    if isinstance(value, Mapping) and set(value) - sites:
+        msg = f"`{argument}` names {sorted(set(value) - sites)}, but the GP sites of the model are {sorted(sites)}. Rename."
+        raise ValueError(msg)

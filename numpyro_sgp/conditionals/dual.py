@@ -1,0 +1,149 @@
+"""q(u) by natural parameters relative to the prior: the parametrisations that natural gradients work on.
+
+With whitened sites λ̃ and Λ̃ ⪰ 0 and P = I + Λ̃ = L_P L_Pᵀ, q(v) = N(P⁻¹λ̃, P⁻¹) and
+
+    m_i = A_iᵀ P⁻¹ λ̃,   v_i = k_ii − |A_i|² + |L_P⁻¹A_i|²,   KL = ½ [ tr P⁻¹ − M + |P⁻¹λ̃|² + log|P| ].
+
+The forms differ in what stays fixed while hyperparameters move.
+"""
+
+from jax import Array
+import jax.numpy as jnp
+
+from numpyro_sgp.conditionals.moments import Moments, moments
+from numpyro_sgp.linalg import (
+    cholesky,
+    log_determinant,
+    matmul,
+    matvec,
+    matvec_transposed,
+    solve_lower,
+    solve_lower_transposed,
+    triangular_inverse,
+)
+
+__all__ = ["dual", "dual_dense", "dual_per_datum", "dual_projected", "natural_whitened"]
+
+
+def natural_whitened(lambda1: Array, Lambda2: Array, A: Array, kff: Array) -> Moments:
+    """q(v) ∝ N(v | 0, I) exp(λ₁ᵀv − ½vᵀΛ₂v), u = L v: natural parameters that do not move with the hyperparameters.
+
+    Args:
+        lambda1: whitened λ̃, (..., M).
+        Lambda2: whitened Λ̃, symmetric with I + Λ̃ positive definite, (..., M, M).
+        A: L⁻¹ Kuf, (..., M, N).
+        kff: prior variances, (..., N).
+
+    References:
+        Salimbeni, Eleftheriadis and Hensman (2018), "Natural gradients in practice", in the whitened basis.
+    """
+    M = lambda1.shape[-1]
+    L_P = cholesky(jnp.eye(M, dtype=A.dtype) + Lambda2)
+    # tr P⁻¹ needs the inverse root; with it at hand the other solves are products. P ⪰ I is well conditioned.
+    L_P_inverse = triangular_inverse(L_P)
+    T = matmul(L_P_inverse, A)
+    m = matvec_transposed(L_P_inverse, matvec(L_P_inverse, lambda1))
+    trace = jnp.sum(L_P_inverse * L_P_inverse, axis=(-2, -1))
+    kl = 0.5 * (trace - M + jnp.sum(m * m, axis=-1) + log_determinant(L_P))
+    return moments(matvec_transposed(A, m), kff, A, T, kl)
+
+
+def dual(lambda1: Array, Lambda2: Array, L: Array, Kuf: Array, A: Array, kff: Array) -> Moments:
+    """q(u) ∝ p(u) exp(λ₁ᵀK⁻¹u − ½ uᵀK⁻¹Λ₂K⁻¹u) with K = Kuu: t-SVGP, sites as sums of k_ui.
+
+    With R = Kuu + Λ₂: m_i = k_uiᵀR⁻¹λ₁, v_i = k_ii − |A_i|² + |L_R⁻¹k_ui|²,
+    KL = ½ [ tr(R⁻¹Kuu) − M + λ₁ᵀR⁻¹KuuR⁻¹λ₁ + log|R| − log|Kuu| ].
+
+    Args:
+        lambda1: Σ_i g_i k_ui, (..., M).
+        Lambda2: Σ_i β_i k_ui k_uiᵀ, positive semi-definite, (..., M, M).
+        L: Cholesky factor of Kuu, (..., M, M).
+        Kuf: (..., M, N).
+        A: L⁻¹ Kuf, (..., M, N).
+        kff: prior variances, (..., N).
+
+    References:
+        Adam, Chang, Khan and Solin (2021), "Dual parameterization of sparse variational Gaussian processes",
+        equations 20 and 21.
+    """
+    M = lambda1.shape[-1]
+    L_R = cholesky(matmul(L, jnp.swapaxes(L, -1, -2)) + Lambda2)
+    T = solve_lower(L_R, Kuf)
+    b = solve_lower_transposed(L_R, solve_lower(L_R, lambda1[..., None]))[..., 0]
+    root = solve_lower(L_R, L)
+    prior_root = matvec_transposed(L, b)
+    kl = 0.5 * (
+        jnp.sum(root * root, axis=(-2, -1))
+        - M
+        + jnp.sum(prior_root * prior_root, axis=-1)
+        + log_determinant(L_R)
+        - log_determinant(L)
+    )
+    return moments(matvec_transposed(Kuf, b), kff, A, T, kl)
+
+
+def dual_projected(lambda1: Array, Lambda2: Array, L: Array, A: Array, kff: Array) -> Moments:
+    """q(u) ∝ p(u) exp(λ₁ᵀu − ½uᵀΛ₂u): t-SVGP, sites as sums of the projections Kuu⁻¹k_ui.
+
+    As a function of u the sites do not move with the hyperparameters, so this is also the form that follows
+    per-datum sites while Z is fixed. Whitened: λ̃ = Lᵀλ₁, Λ̃ = LᵀΛ₂L, without any solve.
+
+    Args:
+        lambda1: Σ_i g_i Kuu⁻¹k_ui, (..., M).
+        Lambda2: Σ_i β_i Kuu⁻¹k_ui k_uiᵀKuu⁻¹, positive semi-definite, (..., M, M).
+        L: Cholesky factor of Kuu, (..., M, M).
+        A: L⁻¹ Kuf, (..., M, N).
+        kff: prior variances, (..., N).
+    """
+    Lambda = matmul(jnp.swapaxes(L, -1, -2), matmul(Lambda2, L))
+    return natural_whitened(matvec_transposed(L, lambda1), Lambda, A, kff)
+
+
+def dual_per_datum(lambda1: Array, Lambda2: Array, A_sites: Array, A: Array, kff: Array) -> Moments:
+    """q(u) ∝ p(u) Π_n exp(λ₁ₙ a_nᵀv − ½ λ₂ₙ (a_nᵀv)²), u = L v: t-SVGP, one site for each training input.
+
+    Args:
+        lambda1: (..., N_train).
+        Lambda2: site precisions, (..., N_train).
+        A_sites: L⁻¹ Kuf at the training inputs, (..., M, N_train).
+        A: L⁻¹ Kuf where the posterior is wanted, (..., M, N).
+        kff: prior variances there, (..., N).
+
+    References:
+        Adam et al. (2021), equations 18 to 21, with the sums over data left open.
+    """
+    weighted = A_sites * Lambda2[..., None, :]
+    Lambda = matmul(weighted, jnp.swapaxes(A_sites, -1, -2))
+    return natural_whitened(matvec(A_sites, lambda1), Lambda, A, kff)
+
+
+def dual_dense(lambda1: Array, Lambda2: Array, K: Array, Kxf: Array, kff: Array) -> Moments:
+    """q(f) ∝ p(f) Π_n exp(λ₁ₙ f_n − ½ λ₂ₙ f_n²): t-VGP, the dense posterior with one site for each training input.
+
+    With W = diag(λ₂), B = I + W½KW½ = L_B L_Bᵀ and α = λ₁ − W½B⁻¹W½Kλ₁: mean kᵀα, v = k − |L_B⁻¹W½k|²,
+    KL = ½ [ tr B⁻¹ − N + αᵀKα + log|B| ]. No inverse of K is taken, so no jitter is needed.
+
+    Args:
+        lambda1: (..., N_train).
+        Lambda2: site precisions, non-negative, (..., N_train).
+        K: prior covariance at the training inputs, (..., N_train, N_train).
+        Kxf: prior covariance between training inputs and where the posterior is wanted, (..., N_train, N).
+        kff: prior variances there, (..., N).
+
+    References:
+        Adam et al. (2021), equations 9 to 18; the stable form is Rasmussen and Williams (2006), section 3.4.3.
+    """
+    root = jnp.sqrt(Lambda2)
+    identity = jnp.eye(K.shape[-1], dtype=K.dtype)
+    L_B = cholesky(identity + root[..., :, None] * K * root[..., None, :])
+    A = solve_lower(L_B, root[..., :, None] * Kxf)
+    half = solve_lower(L_B, (root * matvec(K, lambda1))[..., None])
+    alpha = lambda1 - root * solve_lower_transposed(L_B, half)[..., 0]
+    L_B_inverse = triangular_inverse(L_B)
+    kl = 0.5 * (
+        jnp.sum(L_B_inverse * L_B_inverse, axis=(-2, -1))
+        - K.shape[-1]
+        + jnp.sum(alpha * matvec(K, alpha), axis=-1)
+        + log_determinant(L_B)
+    )
+    return moments(matvec_transposed(Kxf, alpha), kff, A, None, kl)

@@ -1,0 +1,87 @@
+"""What every parametrisation returns, and the quantities all of them start from."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jax import Array
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from numpyro_sgp.inducing import AbstractInducing
+from numpyro_sgp.linalg import cholesky, solve_lower
+from numpyro_sgp.sites import Perturbed, perturb_kl, perturb_marginals
+
+__all__ = ["Moments", "Projection", "moments", "perturbed_moments", "project"]
+
+
+class Moments(NamedTuple):
+    """Marginals of q(f), its divergence from the prior, and the roots from which its covariance follows.
+
+    Cov(f) = Kff − AᵀA + TᵀT, with A the `prior_root` and T the `posterior_root`.
+
+    Attributes:
+        mean: posterior mean of the centred process (without the prior mean), (..., N).
+        variance: posterior variances, (..., N).
+        kl: KL(q(u) ‖ p(u)), for each latent, (...).
+        prior_root: (..., M, N).
+        posterior_root: (..., M, N), or None where the posterior has no term of its own.
+    """
+
+    mean: Array
+    variance: Array
+    kl: Array
+    prior_root: Array
+    posterior_root: Array | None
+
+
+class Projection(NamedTuple):
+    """The prior's covariance blocks between inducing variables and data.
+
+    Attributes:
+        L: Cholesky factor of Kuu, (..., M, M).
+        Kuf: (..., M, N).
+        A: L⁻¹ Kuf, (..., M, N).
+        kff: prior variances, (..., N).
+    """
+
+    L: Array
+    Kuf: Array
+    A: Array
+    kff: Array
+
+
+def project(inducing: AbstractInducing, kernel: Callable, X: Array, jitter: ArrayLike) -> Projection:
+    """Evaluate and factorise the covariance blocks once.
+
+    Args:
+        inducing: inducing variables.
+        kernel: a kernel.
+        X: inputs, (N, D).
+        jitter: added to the diagonal of Kuu, relative to its mean.
+    """
+    L = cholesky(inducing.Kuu(kernel), jitter)
+    Kuf = inducing.Kuf(kernel, X)
+    return Projection(L, Kuf, solve_lower(L, Kuf), kernel(X))
+
+
+def moments(mean: Array, kff: Array, A: Array, T: Array | None, kl: Array) -> Moments:
+    """v_i = (k_ii − |A_i|²) + |T_i|², the bracket kept non-negative against rounding (NaN stays NaN)."""
+    residual = kff - jnp.sum(A * A, axis=-2)
+    if T is None:
+        # The bracket is all of the variance, and positive: its rounding error is of the order of the machine epsilon.
+        variance = jnp.maximum(residual, jnp.finfo(residual.dtype).eps * kff)
+    else:
+        variance = jnp.maximum(residual, 0.0) + jnp.sum(T * T, axis=-2)
+    return Moments(mean, variance, kl, A, T)
+
+
+def perturbed_moments(perturbed: Perturbed, a: Array | None, q: Moments) -> Moments:
+    """The moments as functions of a perturbation of the expectation parameters; values unchanged at zero.
+
+    Args:
+        perturbed: sites and perturbation.
+        a: vectors of the sites' basis, (..., M, N), or None where each datum has its own site.
+        q: moments at zero perturbation.
+    """
+    mean, variance, extra = perturb_marginals(perturbed, a, q.mean, q.variance)
+    return q._replace(mean=mean, variance=variance, kl=perturb_kl(perturbed, q.kl) + extra)

@@ -1,0 +1,304 @@
+"""`NaturalGradient`: natural steps for sites, any optax transformation for the rest, in one forward pass."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, lax
+import jax.numpy as jnp
+from numpyro.optim import _NumPyroOptim
+import optax
+
+from numpyro_sgp.sites import AbstractSites, Perturbation, Perturbed
+
+__all__ = ["NaturalGradient", "NaturalGradientState", "num_refused"]
+
+Params = dict[str, Any]
+LossFn = Callable[[Params], tuple[Array, Any]]
+
+# Refused steps halve the length of the next one, down to this fraction, which is reached after 30 refusals in a row.
+_SMALLEST_DAMPING = 2.0**-30
+
+
+class NaturalGradientState(NamedTuple):
+    """State between steps.
+
+    Attributes:
+        params: current parameters, sites included.
+        others_state: state of the transformation that trains the parameters that are not sites.
+        accepted: the last parameters at which the loss was finite, and the transformation's state there.
+        damping: factor on every step's length: halved by a refusal, doubled up to 1 by a success.
+        refused: how many steps were refused so far.
+    """
+
+    params: Params
+    others_state: Any
+    accepted: tuple[Params, Any]
+    damping: Array
+    refused: Array
+
+
+def num_refused(state: Any) -> Array:
+    """How many steps `NaturalGradient` has refused.
+
+    Args:
+        state: an `SVIState`, or the optimizer state in it.
+    """
+    optim_state = getattr(state, "optim_state", state)
+    return optim_state[1].refused
+
+
+def _split(params: Params) -> tuple[dict[str, AbstractSites], Params]:
+    sites = {name: value for name, value in params.items() if isinstance(value, AbstractSites)}
+    return sites, {name: value for name, value in params.items() if name not in sites}
+
+
+def _all_finite(tree: Any) -> Array:
+    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    return jnp.stack([jnp.isfinite(x).all() for x in leaves] or [jnp.asarray(True)]).all()
+
+
+def _select(condition: Array, on_true: Any, on_false: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), on_true, on_false)
+
+
+class NaturalGradient(_NumPyroOptim):
+    """Natural-gradient steps on sites: λ ← λ − ρ ∂loss/∂ε at ε = 0, with ε a perturbation of expectation parameters.
+
+    For a conjugate likelihood a full-batch step with ρ = 1 is the exact optimum. The other parameters are trained by
+    `others`; with one E-step and one M-step, both come from the same evaluation of the loss. A step whose loss, new
+    sites or new parameters are not finite is refused as a whole and counted (`num_refused`): the parameters go back to
+    the last ones at which the loss was finite, and the next step is half as long.
+
+    Args:
+        step_size: ρ in (0, 1], or an optax schedule of it.
+        others: optax transformation for the parameters that are not sites.
+        e_steps: natural steps in each update, one after the other.
+        m_steps: steps of `others` in each update, after the natural ones.
+        floor: smallest precision β of a datum's site: 0 keeps Λ₂ positive semi-definite whatever the likelihood. None
+            leaves β as it comes: for a likelihood that is not log-concave the fixed point is then exactly the optimum
+            of the bound, and only refusals guard the steps.
+
+    Raises:
+        ValueError: `step_size` outside (0, 1], a negative number of steps, or none at all.
+        TypeError: `others` is not an optax transformation.
+
+    References:
+        Khan and Lin (2017), "Conjugate-computation variational inference"; Adam et al. (2021), equations 18, 22 and 23,
+        corrects the missing factor N/B of the last two on minibatches.
+
+    Example:
+        >>> import optax, numpyro_sgp as sgp
+        >>> optim = sgp.NaturalGradient(step_size=0.5, others=optax.adam(1e-2))
+    """
+
+    def __init__(
+        self,
+        step_size: float | Callable[[Array], Array] = 0.5,
+        others: optax.GradientTransformation | None = None,
+        *,
+        e_steps: int = 1,
+        m_steps: int = 1,
+        floor: float | None = 0.0,
+    ) -> None:
+        first = step_size(0) if callable(step_size) else step_size
+        if not 0.0 < float(first) <= 1.0:
+            msg = f"`step_size` must lie in (0, 1], got {first}. 1 is a full step; use 0.1 or less on small minibatches."
+            raise ValueError(msg)
+        others = optax.adam(1e-2) if others is None else others
+        if not isinstance(others, optax.GradientTransformation):
+            msg = f"`others` must be an optax transformation, got {type(others).__name__}. For example optax.adam(1e-2)."
+            raise TypeError(msg)
+        for name, value in (("e_steps", e_steps), ("m_steps", m_steps)):
+            if not isinstance(value, int) or value < 0:
+                msg = f"`{name}` must be a non-negative integer, got {value!r}. The default is 1."
+                raise ValueError(msg)
+        if e_steps + m_steps == 0:
+            msg = "`e_steps` and `m_steps` are both 0, so that an update would do nothing. The default is 1 of each."
+            raise ValueError(msg)
+        self.step_size = step_size
+        self.others = optax.with_extra_args_support(others)
+        self.e_steps = e_steps
+        self.m_steps = m_steps
+        self.floor = floor
+
+    def init(self, params: Params) -> tuple[Array, NaturalGradientState]:
+        """The state before the first step; raises where no parameter is a site."""
+        sites, others = _split(params)
+        if not sites:
+            msg = (
+                f"`NaturalGradient` found no sites among the parameters {sorted(params)}. Use `AutoTSVGP` or "
+                "`AutoSVGP(natural=True)` as the guide, or give SVI a plain optax optimizer."
+            )
+            raise ValueError(msg)
+        others_state = self.others.init(others)
+        dtype = next(iter(sites.values())).lambda1.dtype
+        state = NaturalGradientState(
+            params, others_state, (params, others_state), jnp.ones((), dtype), jnp.zeros((), jnp.int32)
+        )
+        return jnp.asarray(0), state
+
+    def get_params(self, state: tuple[Array, NaturalGradientState]) -> Params:
+        """The current parameters."""
+        return state[1].params
+
+    def update(self, g: Any, state: Any, value: Any = None) -> Any:
+        """Refused: a natural direction cannot be made from gradients with respect to parameters."""
+        msg = "`NaturalGradient` evaluates the loss itself. Call `eval_and_update`, as `SVI.update` and `SVI.run` do."
+        raise TypeError(msg)
+
+    def eval_and_update(
+        self, fn: LossFn, state: tuple[Array, NaturalGradientState], forward_mode_differentiation: bool = False
+    ) -> tuple[tuple[Array, Any], tuple[Array, NaturalGradientState]]:
+        """One update: the loss and auxiliary output at the current parameters, and the new state."""
+        out, new_state, _ = self._step(fn, state, forward_mode_differentiation)
+        return out, new_state
+
+    def eval_and_stable_update(
+        self, fn: LossFn, state: tuple[Array, NaturalGradientState], forward_mode_differentiation: bool = False
+    ) -> tuple[tuple[Array, Any], tuple[Array, NaturalGradientState]]:
+        """As `eval_and_update`, and the loss of a refused step is NaN."""
+        (loss, aux), new_state, accepted = self._step(fn, state, forward_mode_differentiation)
+        return (jnp.where(accepted, loss, jnp.nan), aux), new_state
+
+    def _step(
+        self, fn: LossFn, state: tuple[Array, NaturalGradientState], forward_mode_differentiation: bool
+    ) -> tuple[tuple[Array, Any], tuple[Array, NaturalGradientState], Array]:
+        if forward_mode_differentiation:
+            msg = "`NaturalGradient` works by reverse-mode differentiation. Leave `forward_mode_differentiation` False."
+            raise ValueError(msg)
+        step, inner = state
+        sites, others = _split(inner.params)
+        rate = self.step_size(step) if callable(self.step_size) else self.step_size
+        rate = jnp.asarray(rate, inner.damping.dtype) * inner.damping
+        others_state = inner.others_state
+
+        def e_step(sites: dict, others: Params) -> tuple[Array, Any, dict]:
+            loss, aux, direction, _ = self._differentiate(fn, sites, others, with_others=False)
+            return loss, aux, {name: value.natural_step(direction[name], rate) for name, value in sites.items()}
+
+        def m_step(sites: dict, others: Params, others_state: Any) -> tuple[Array, Any, Params, Any]:
+            def loss_fn(others: Params) -> tuple[Array, Any]:
+                return fn({**others, **_unperturbed(sites)})
+
+            (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(others)
+            return loss, aux, *self._descend(grads, others, others_state, loss, inner.damping)
+
+        if self.e_steps == self.m_steps == 1:
+            loss, aux, direction, grads = self._differentiate(fn, sites, others, with_others=True)
+            new_sites = {name: value.natural_step(direction[name], rate) for name, value in sites.items()}
+            new_others, new_others_state = self._descend(grads, others, others_state, loss, inner.damping)
+            finite = jnp.isfinite(loss)
+        else:
+            new_sites, new_others, new_others_state = sites, others, others_state
+            finite = jnp.asarray(True)
+            loss = aux = None
+            if self.e_steps:
+                loss, aux, new_sites = e_step(sites, others)
+
+                def e_body(_: int, carry: tuple) -> tuple:
+                    value, _, moved = e_step(carry[0], others)
+                    return moved, carry[1] & jnp.isfinite(value)
+
+                new_sites, finite = lax.fori_loop(1, self.e_steps, e_body, (new_sites, finite))
+            if self.m_steps:
+                first = m_step(new_sites, others, others_state)
+                loss, aux = (first[0], first[1]) if loss is None else (loss, aux)
+                finite &= jnp.isfinite(first[0])
+
+                def m_body(_: int, carry: tuple) -> tuple:
+                    value, _, moved, moved_state = m_step(new_sites, carry[0], carry[1])
+                    return moved, moved_state, carry[2] & jnp.isfinite(value)
+
+                new_others, new_others_state, finite = lax.fori_loop(1, self.m_steps, m_body, (*first[2:], finite))
+        here = (inner.params, others_state)
+        there = ({**new_others, **new_sites}, new_others_state)
+        usable = jnp.isfinite(loss)
+        accepted = usable & finite & _all_finite(there[0])
+        # A loss that is not finite here means that the step that led here was wrong: back to where it was finite.
+        good = _select(usable, here, inner.accepted)
+        params, others_state = _select(accepted, there, good)
+        damping = jnp.where(accepted, jnp.minimum(2.0 * inner.damping, 1.0), 0.5 * inner.damping)
+        new_state = NaturalGradientState(
+            params,
+            others_state,
+            good,
+            jnp.maximum(damping, _SMALLEST_DAMPING),
+            inner.refused + jnp.where(accepted, 0, 1).astype(inner.refused.dtype),
+        )
+        return (loss, aux), (step + 1, new_state), accepted
+
+    def _descend(
+        self, grads: Params, others: Params, others_state: Any, loss: Array, damping: Array
+    ) -> tuple[Params, Any]:
+        updates, others_state = self.others.update(grads, others_state, others, value=loss)
+        updates = jax.tree.map(lambda u: (damping * u).astype(u.dtype), updates)
+        return optax.apply_updates(others, updates), others_state
+
+    def _differentiate(
+        self, fn: LossFn, sites: dict[str, AbstractSites], others: Params, *, with_others: bool
+    ) -> tuple[Array, Any, dict[str, Perturbation], Params | None]:
+        """Loss, auxiliary output, natural direction and gradient of the other parameters, from one forward pass."""
+        zero = {name: Perturbation(jnp.zeros_like(s.lambda1), jnp.zeros_like(s.Lambda2)) for name, s in sites.items()}
+        shapes = {} if self.floor is None else _marginal_shapes(fn, sites, zero, others)
+        # Expectations of the data's own variances: their gradients are what a floor applies to.
+        variance = {name: jnp.zeros(shape, sites[name].lambda1.dtype) for name, shape in shapes.items()}
+
+        def loss_fn(
+            epsilon: dict, variance: dict, others: Params, weight: dict
+        ) -> tuple[Array, Any]:
+            perturbed = {
+                name: Perturbed(
+                    value,
+                    Perturbation(epsilon[name].epsilon1, epsilon[name].epsilon2, variance.get(name), weight.get(name)),
+                    [],
+                )
+                for name, value in sites.items()
+            }
+            return fn({**others, **perturbed})
+
+        argnums = (0, 1, 2) if with_others else (0, 1)
+
+        def gradients(weight: dict) -> tuple[dict, tuple]:
+            (loss, aux), grads = jax.value_and_grad(loss_fn, argnums, has_aux=True)(zero, variance, others, weight)
+            return grads[0], (loss, aux, grads[1:])
+
+        if self.floor is None:
+            direction, (loss, aux, rest) = gradients({})
+            return loss, aux, direction, rest[1] if with_others else None
+        # ∂loss/∂ε is linear in the gradients g_i = ∂loss/∂v_i = β_i/2, and `weight` adds to them. So the direction for
+        # floored β is the one for β plus the linear map applied to the difference, which is zero for most likelihoods.
+        direction, linear, (loss, aux, rest) = jax.linearize(gradients, variance, has_aux=True)
+        difference = {name: jnp.maximum(g, 0.5 * self.floor) - g for name, g in rest[0].items()}
+        needed = jnp.stack([jnp.any(d != 0) for d in difference.values()] or [jnp.asarray(False)]).any()
+        correction = lax.cond(needed, linear, lambda _: jax.tree.map(jnp.zeros_like, direction), difference)
+        direction = jax.tree.map(jnp.add, direction, correction)
+        return loss, aux, direction, rest[1] if with_others else None
+
+
+def _unperturbed(sites: dict[str, AbstractSites]) -> dict[str, Perturbed]:
+    """Sites at zero perturbation: tells the guide that this is a training step, at the sites' own inputs."""
+    return {
+        name: Perturbed(s, Perturbation(jnp.zeros_like(s.lambda1), jnp.zeros_like(s.Lambda2)), [])
+        for name, s in sites.items()
+    }
+
+
+def _marginal_shapes(
+    fn: LossFn, sites: dict[str, AbstractSites], zero: dict[str, Perturbation], others: Params
+) -> dict[str, tuple[int, ...]]:
+    """Shape of the marginals that each site meets in the loss: an abstract trace, without arithmetic."""
+    perturbed = {name: Perturbed(value, zero[name], []) for name, value in sites.items()}
+    jax.eval_shape(lambda others: fn({**others, **perturbed})[0], others)
+    shapes = {}
+    for name, value in perturbed.items():
+        seen = set(value.marginals_seen)
+        if len(seen) > 1:
+            msg = (
+                f"The sites {name!r} meet marginals of shapes {sorted(seen)} in one evaluation of the loss. A GP site "
+                "is trained at one set of inputs; give each set its own site, or use `floor=None`."
+            )
+            raise ValueError(msg)
+        if seen:
+            shapes[name] = seen.pop()
+    return shapes

@@ -1,0 +1,174 @@
+"""Natural parameters of sparse posteriors, and the perturbation through which their natural gradient is asked for.
+
+A posterior q(u) ∝ p(u) exp(λ₁ᵀφ − ½ φᵀΛ₂φ), with φ linear in u, has natural parameters (λ₁, −½Λ₂) above those of the
+prior, and expectation parameters (E[φ], E[φφᵀ]). Let the marginals and the KL divergence move with a perturbation
+(ε₁, ε₂) of the expectation parameters, to first order around ε = 0:
+
+    δm_i = a_iᵀε₁,   δv_i = a_iᵀε₂a_i − 2 m_i a_iᵀε₁,   δKL = λ₁ᵀε₁ − ½ tr(Λ₂ε₂),        f_i = a_iᵀφ + …
+
+Then ∂loss/∂ε at 0 is the natural gradient of the loss with respect to (λ₁, −½Λ₂) (Khan and Rue 2023, "The Bayesian
+learning rule", section 2.2; Adam et al. 2021, section 3). It is an ordinary gradient of an ordinary value, obtained in
+the backward pass that also differentiates the hyperparameters, and it passes through no factorisation.
+"""
+
+import dataclasses
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from numpyro_sgp.linalg import matmul, matvec_transposed
+
+__all__ = ["AbstractSites", "DatumSites", "Perturbation", "Perturbed", "TiedSites", "perturb_kl", "perturb_marginals"]
+
+
+class AbstractSites:
+    """Natural parameters (λ₁, Λ₂) relative to the prior; the type tells an optimizer to take natural steps."""
+
+    lambda1: Array
+    Lambda2: Array
+
+    def natural_step(self, direction: "Perturbation", step_size: ArrayLike) -> "AbstractSites":
+        """λ₁ ← λ₁ − ρ ∂loss/∂ε₁ and −½Λ₂ ← −½Λ₂ − ρ ∂loss/∂ε₂.
+
+        Args:
+            direction: ∂loss/∂ε at 0, with the fields of a perturbation.
+            step_size: ρ in (0, 1]; 1 replaces the sites by their targets.
+        """
+        return dataclasses.replace(
+            self,
+            lambda1=self.lambda1 - step_size * direction.epsilon1,
+            Lambda2=self.Lambda2 + 2.0 * step_size * direction.epsilon2,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TiedSites(AbstractSites):
+    """Sums over the data: λ₁ = Σ_i a_i g_i and Λ₂ = Σ_i β_i a_i a_iᵀ, in the basis that the posterior chose for a_i.
+
+    Args:
+        lambda1: (..., M).
+        Lambda2: symmetric positive semi-definite, (..., M, M).
+    """
+
+    lambda1: Array
+    Lambda2: Array
+
+    @classmethod
+    def zeros(cls, batch_shape: tuple[int, ...], M: int, dtype: jax.typing.DTypeLike) -> "TiedSites":
+        """Sites that change nothing: q is the prior."""
+        return cls(jnp.zeros((*batch_shape, M), dtype), jnp.zeros((*batch_shape, M, M), dtype))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DatumSites(AbstractSites):
+    """One Gaussian factor for each row of the training inputs, t_i(f_i) ∝ exp(λ₁ᵢ f_i − ½ λ₂ᵢ f_i²).
+
+    Args:
+        lambda1: (..., N).
+        Lambda2: precisions, the diagonal of Λ₂, (..., N).
+        X: the training inputs the factors belong to, (N, D); data, not trained.
+    """
+
+    lambda1: Array
+    Lambda2: Array
+    X: Array
+
+    @classmethod
+    def zeros(cls, batch_shape: tuple[int, ...], X: Array) -> "DatumSites":
+        """Sites that change nothing: q is the prior."""
+        zeros = jnp.zeros((*batch_shape, X.shape[-2]), X.dtype)
+        return cls(zeros, zeros, X)
+
+    @property
+    def fixed_X(self) -> Array:
+        """The training inputs, as data: without a gradient, whatever optimizer holds the sites."""
+        return jax.lax.stop_gradient(self.X)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Perturbation:
+    """A zero perturbation of expectation parameters; its gradient is a natural gradient.
+
+    Args:
+        epsilon1: dual to λ₁, same shape.
+        epsilon2: dual to −½Λ₂, same shape as Λ₂.
+        variance: a zero added to each marginal variance, (..., N), or None; its gradient tells the precision of each
+            datum's own target, which a floor needs.
+        weight: multiplies δv in an extra term of the loss that is zero at ε = 0, (..., N), or None; the derivative of
+            ∂loss/∂ε with respect to it carries a change of the data's variances' gradients into a change of direction.
+    """
+
+    epsilon1: Array
+    epsilon2: Array
+    variance: Array | None = None
+    weight: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Perturbed:
+    """What an optimizer puts in the place of sites when it asks for the natural direction.
+
+    Args:
+        sites: the natural parameters at which the loss is evaluated.
+        perturbation: zeros, to be differentiated.
+        marginals_seen: receives the (static) shape of the marginals when the loss is traced.
+    """
+
+    sites: AbstractSites
+    perturbation: Perturbation
+    marginals_seen: list[tuple[int, ...]]
+
+
+@jax.custom_jvp
+def _quadratic_at_zero(epsilon2: Array, a: Array) -> Array:
+    """a_iᵀ ε₂ a_i at ε₂ = 0, which is 0: the product of zeros is not computed, its derivative below is the true one."""
+    batch = jnp.broadcast_shapes(epsilon2.shape[:-2], a.shape[:-2])
+    return jnp.zeros((*batch, a.shape[-1]), a.dtype)
+
+
+@_quadratic_at_zero.defjvp
+def _quadratic_at_zero_jvp(primals, tangents):
+    epsilon2, a = primals
+    # The tangent of a meets ε₂ = 0 and vanishes.
+    return _quadratic_at_zero(epsilon2, a), jnp.sum(a * matmul(tangents[0], a), axis=-2)
+
+
+def perturb_marginals(
+    perturbed: Perturbed, a: Array | None, mean: Array, variance: Array
+) -> tuple[Array, Array, Array]:
+    """The marginals and an extra zero, as functions of the perturbation: (m + δm, v + δv, Σ_i w_i δv_i).
+
+    Args:
+        perturbed: sites and perturbation.
+        a: the vectors of the sites' basis, one for each datum, (..., M, N), or None where each datum has its own site.
+        mean: posterior means of the centred process, (..., N).
+        variance: posterior variances, (..., N).
+    """
+    perturbed.marginals_seen.append(variance.shape)
+    perturbation, m = perturbed.perturbation, jax.lax.stop_gradient(mean)
+    if a is None:
+        delta_mean, quadratic = perturbation.epsilon1, perturbation.epsilon2
+    else:
+        a = jax.lax.stop_gradient(a)
+        delta_mean = matvec_transposed(a, perturbation.epsilon1)
+        quadratic = _quadratic_at_zero(perturbation.epsilon2, a)
+    delta_variance = quadratic - 2.0 * m * delta_mean
+    extra = jnp.zeros(variance.shape[:-1], variance.dtype)
+    if perturbation.weight is not None:
+        extra = jnp.sum(perturbation.weight * delta_variance, axis=-1)
+    if perturbation.variance is not None:
+        delta_variance = delta_variance + perturbation.variance
+    return mean + delta_mean, variance + delta_variance, extra
+
+
+def perturb_kl(perturbed: Perturbed, kl: Array) -> Array:
+    """KL + λ₁ᵀε₁ − ½ tr(Λ₂ε₂), the first-order change of the divergence from the prior, for each latent, (...)."""
+    sites, perturbation = jax.lax.stop_gradient(perturbed.sites), perturbed.perturbation
+    axes = tuple(range(kl.ndim - sites.Lambda2.ndim, 0))
+    linear = jnp.sum(sites.lambda1 * perturbation.epsilon1, axis=-1)
+    return kl + linear - 0.5 * jnp.sum(sites.Lambda2 * perturbation.epsilon2, axis=axes)

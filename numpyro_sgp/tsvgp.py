@@ -1,0 +1,166 @@
+"""Dual parametrisation (t-SVGP): q(u) = prior × Gaussian sites, where the sites stay fixed while the prior moves."""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any, Literal
+
+from jax import Array
+import jax.numpy as jnp
+from numpyro.infer.autoguide import AutoNormal
+
+from numpyro_sgp.autoguide import (
+    AbstractAutoSparseGP,
+    AbstractPosteriorFamily,
+    Inducing,
+    check_names,
+    for_site,
+    inducing_param,
+)
+from numpyro_sgp.conditionals import (
+    Moments,
+    dual,
+    dual_dense,
+    dual_per_datum,
+    dual_projected,
+    perturbed_moments,
+    project,
+)
+from numpyro_sgp.distributions import GaussianProcess
+from numpyro_sgp.linalg import solve_lower, solve_lower_transposed
+from numpyro_sgp.sites import DatumSites, Perturbed, TiedSites
+
+__all__ = ["AutoTSVGP", "Dual"]
+
+
+def _own_rows(value: DatumSites | Perturbed, prior: GaussianProcess, M: Array) -> Array:
+    """`M`, evaluated at the prior's X in the place of the sites' X: NaN if the two are not the same rows."""
+    sites = value.sites if isinstance(value, Perturbed) else value
+    if sites.X.shape != prior.X.shape:
+        msg = (
+            f'`sites="per_datum"` holds one site for each of the {sites.X.shape[0]} rows of X given at initialisation; '
+            f"a training step came with X of shape {prior.X.shape}. Give the whole X at every step (subsample inside the "
+            'model with `numpyro.subsample`), or use `sites="tied"` for minibatches.'
+        )
+        raise ValueError(msg)
+    return jnp.where(jnp.all(sites.X == prior.X), M, jnp.nan)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dual(AbstractPosteriorFamily):
+    """q(u) ∝ p(u) Π_i t_i(u) with Gaussian sites t_i; starts at the prior.
+
+    Args:
+        inducing: inducing inputs (M, D), an inducing object, or `(kernel, X, rng_key)` to one; None for the dense
+            posterior (t-VGP), which has one site for each row of X.
+        sites: "tied" keeps two sums over the data, (M,) and (M, M); "per_datum" keeps every site, (N,) and (N,).
+        learn_inducing: whether to train the inducing inputs.
+        tie: what tied sites sum: "projection" Kuu⁻¹k_ui, or "covariance" k_ui as the paper prints it.
+
+    References:
+        Adam, Chang, Khan and Solin (2021), "Dual parameterization of sparse variational Gaussian processes":
+        section 3 (t-VGP), section 4 (t-SVGP).
+    """
+
+    inducing: Inducing | None
+    sites: Literal["tied", "per_datum"] = "tied"
+    learn_inducing: bool = False
+    tie: Literal["projection", "covariance"] = "projection"
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("sites", self.sites, ("tied", "per_datum")),
+            ("tie", self.tie, ("projection", "covariance")),
+        ):
+            if value not in known:
+                msg = f"`{name}` must be one of {known}, got {value!r}. The default is {known[0]!r}."
+                raise ValueError(msg)
+
+    def moments(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+        if self.inducing is None:
+            return self._dense(param, prior, batch_shape)
+        inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
+        if self.sites == "per_datum":
+            return self._per_datum(param, prior, batch_shape, inducing)
+        return self._tied(param, prior, batch_shape, inducing)
+
+    def _tied(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: Any) -> Moments:
+        value = param("sites", TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype))
+        sites = value.sites if isinstance(value, Perturbed) else value
+        L, Kuf, A, kff = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
+        if self.tie == "covariance":
+            q, a = dual(sites.lambda1, sites.Lambda2, L, Kuf, A, kff), Kuf
+        else:
+            q, a = dual_projected(sites.lambda1, sites.Lambda2, L, A, kff), None
+        if not isinstance(value, Perturbed):
+            return q
+        return perturbed_moments(value, solve_lower_transposed(L, A) if a is None else a, q)
+
+    def _per_datum(
+        self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: Any
+    ) -> Moments:
+        value = param("sites", DatumSites.zeros(batch_shape, prior.X))
+        kernel, jitter = prior.kernel, prior.relative_jitter
+        L, _, A, kff = project(inducing, kernel, prior.X, jitter)
+        if isinstance(value, Perturbed):
+            sites = value.sites
+            q = dual_per_datum(sites.lambda1, sites.Lambda2, _own_rows(value, prior, A), A, kff)
+            return perturbed_moments(value, None, q)
+        A_sites = solve_lower(L, inducing.Kuf(kernel, value.fixed_X))
+        return dual_per_datum(value.lambda1, value.Lambda2, A_sites, A, kff)
+
+    def _dense(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+        value = param("sites", DatumSites.zeros(batch_shape, prior.X))
+        kernel, kff = prior.kernel, prior.kernel(prior.X)
+        if isinstance(value, Perturbed):
+            sites = value.sites
+            K = _own_rows(value, prior, kernel(prior.X, prior.X))
+            return perturbed_moments(value, None, dual_dense(sites.lambda1, sites.Lambda2, K, K, kff))
+        K, Kxf = kernel(value.fixed_X, value.fixed_X), kernel(value.fixed_X, prior.X)
+        return dual_dense(value.lambda1, value.Lambda2, K, Kxf, kff)
+
+
+class AutoTSVGP(AbstractAutoSparseGP):
+    """Dual (t-SVGP) posterior for every GP site of a model, to be trained with `NaturalGradient`.
+
+    Between natural steps the sites stay fixed while hyperparameters move, so the bound follows the prior and is tighter
+    than with q(u) fixed.
+
+    Args:
+        model: a NumPyro model with `GaussianProcess` sites.
+        inducing: inducing inputs (M, D), an inducing object, a dict of them by site, or a function
+            `(kernel, X, rng_key)` that makes them when the guide is initialised; None for t-VGP, the dense posterior.
+        sites: "tied" keeps sums over the data and takes minibatches; "per_datum" keeps one site for each row of X and
+            needs the whole X at each step.
+        base: guide for the other latents: an autoguide class, or a guide.
+        learn_inducing: whether to train the inducing inputs.
+        tie: what tied sites sum: "projection" Kuu⁻¹k_ui, or "covariance" k_ui as the paper prints it.
+        prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
+
+    Raises:
+        ValueError: unknown `sites` or `tie`; inducing inputs of another width than X.
+
+    References:
+        Adam, Chang, Khan and Solin (2021), "Dual parameterization of sparse variational Gaussian processes".
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        inducing: Inducing | None | Mapping[str, Inducing | None],
+        *,
+        sites: Literal["tied", "per_datum"] = "tied",
+        base: Any = AutoNormal,
+        learn_inducing: bool = False,
+        tie: Literal["projection", "covariance"] = "projection",
+        prefix: str = "auto",
+    ) -> None:
+        self.inducing = inducing
+        self._options = {"sites": sites, "learn_inducing": learn_inducing, "tie": tie}
+        Dual(None, **self._options)  # a mistake in the options raises here, not at the first run
+        super().__init__(model, base=base, prefix=prefix)
+
+    def family(self, site: str) -> AbstractPosteriorFamily:
+        return Dual(for_site(self.inducing, site, "inducing"), **self._options)
+
+    def check_sites(self, sites: set[str]) -> None:
+        check_names(self.inducing, sites, "inducing")
