@@ -18,6 +18,7 @@ from jax import Array
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from numpyro_sgp.inducing import AbstractInducing
 from numpyro_sgp.linalg import matmul, matvec_transposed
 
 __all__ = ["AbstractSites", "DatumSites", "Perturbation", "Perturbed", "TiedSites", "perturb_kl", "perturb_marginals"]
@@ -29,6 +30,11 @@ class AbstractSites:
     lambda1: Array
     Lambda2: Array
 
+    def perturbation(self, *, for_step: bool) -> "Perturbation":
+        """A zero perturbation of these sites; `for_step` adds what `natural_step` needs beside the direction."""
+        del for_step
+        return Perturbation(jnp.zeros_like(self.lambda1), jnp.zeros_like(self.Lambda2))
+
     def natural_step(self, direction: "Perturbation", step_size: ArrayLike) -> "AbstractSites":
         """λ₁ ← λ₁ − ρ ∂loss/∂ε₁ and −½Λ₂ ← −½Λ₂ − ρ ∂loss/∂ε₂.
 
@@ -36,10 +42,11 @@ class AbstractSites:
             direction: ∂loss/∂ε at 0, with the fields of a perturbation.
             step_size: ρ in (0, 1]; 1 replaces the sites by their targets.
         """
+        start = self if direction.moved is None else direction.moved
         return dataclasses.replace(
-            self,
-            lambda1=self.lambda1 - step_size * direction.epsilon1,
-            Lambda2=self.Lambda2 + 2.0 * step_size * direction.epsilon2,
+            start,
+            lambda1=start.lambda1 - step_size * direction.epsilon1,
+            Lambda2=start.Lambda2 + 2.0 * step_size * direction.epsilon2,
         )
 
 
@@ -51,15 +58,29 @@ class TiedSites(AbstractSites):
     Args:
         lambda1: (..., M).
         Lambda2: symmetric positive semi-definite, (..., M, M).
+        anchor: the inducing variables that the sums refer to, where these are trained and so move away from them; None
+            where they stay.
     """
 
     lambda1: Array
     Lambda2: Array
+    anchor: AbstractInducing | None = None
 
     @classmethod
-    def zeros(cls, batch_shape: tuple[int, ...], M: int, dtype: jax.typing.DTypeLike) -> "TiedSites":
+    def zeros(
+        cls,
+        batch_shape: tuple[int, ...],
+        M: int,
+        dtype: jax.typing.DTypeLike,
+        anchor: AbstractInducing | None = None,
+    ) -> "TiedSites":
         """Sites that change nothing: q is the prior."""
-        return cls(jnp.zeros((*batch_shape, M), dtype), jnp.zeros((*batch_shape, M, M), dtype))
+        return cls(jnp.zeros((*batch_shape, M), dtype), jnp.zeros((*batch_shape, M, M), dtype), anchor)
+
+    def perturbation(self, *, for_step: bool) -> "Perturbation":
+        """A zero perturbation; with an anchor, a natural step starts from the sites as moved to where u is now."""
+        moved = None if self.anchor is None or not for_step else jax.tree.map(jnp.zeros_like, self)
+        return Perturbation(jnp.zeros_like(self.lambda1), jnp.zeros_like(self.Lambda2), moved=moved)
 
 
 @jax.tree_util.register_dataclass
@@ -99,12 +120,16 @@ class Perturbation:
         epsilon2: dual to −½Λ₂, same shape as Λ₂.
         variance: a zero added to each marginal variance, (..., N), or None; its gradient tells the precision of each
             datum's own target, which a floor needs.
+        moved: sites whose every number multiplies the corresponding number of the sites re-expressed at the current
+            inducing variables, in an extra term of the loss that is zero at 0; so the gradient with respect to `moved`
+            is those sites. None where the sites have no anchor.
         weight: multiplies δv in an extra term of the loss that is zero at ε = 0, (..., N), or None; the derivative of
             ∂loss/∂ε with respect to it carries a change of the data's variances' gradients into a change of direction.
     """
 
     epsilon1: Array
     epsilon2: Array
+    moved: TiedSites | None = None
     variance: Array | None = None
     weight: Array | None = None
 
@@ -166,9 +191,21 @@ def perturb_marginals(
     return mean + delta_mean, variance + delta_variance, extra
 
 
-def perturb_kl(perturbed: Perturbed, kl: Array) -> Array:
-    """KL + λ₁ᵀε₁ − ½ tr(Λ₂ε₂), the first-order change of the divergence from the prior, for each latent, (...)."""
-    sites, perturbation = jax.lax.stop_gradient(perturbed.sites), perturbed.perturbation
+def perturb_kl(perturbation: Perturbation, sites: AbstractSites, kl: Array) -> Array:
+    """KL + λ₁ᵀε₁ − ½ tr(Λ₂ε₂), the first-order change of the divergence from the prior, for each latent, (...).
+
+    Args:
+        perturbation: zeros.
+        sites: the natural parameters, expressed at the current inducing variables.
+        kl: the divergence at zero perturbation, (...).
+    """
+    sites = jax.lax.stop_gradient(sites)
     axes = tuple(range(kl.ndim - sites.Lambda2.ndim, 0))
     linear = jnp.sum(sites.lambda1 * perturbation.epsilon1, axis=-1)
-    return kl + linear - 0.5 * jnp.sum(sites.Lambda2 * perturbation.epsilon2, axis=axes)
+    kl = kl + linear - 0.5 * jnp.sum(sites.Lambda2 * perturbation.epsilon2, axis=axes)
+    if perturbation.moved is None:
+        return kl
+    terms = jax.tree.map(lambda zero, value: jnp.sum(zero * value), perturbation.moved, sites)
+    # One latent carries the extra zero, so that it counts once.
+    first = jnp.zeros_like(kl).at[(0,) * kl.ndim].set(1.0)
+    return kl + first * sum(jax.tree.leaves(terms))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any, Literal
 
+import jax
 from jax import Array
 import jax.numpy as jnp
 from numpyro.infer.autoguide import AutoNormal
@@ -24,9 +25,11 @@ from numpyro_sgp.conditionals import (
     dual_projected,
     perturbed_moments,
     project,
+    projected_at,
 )
 from numpyro_sgp.distributions import GaussianProcess
-from numpyro_sgp.linalg import solve_lower, solve_lower_transposed
+from numpyro_sgp.inducing import AbstractInducing
+from numpyro_sgp.linalg import diagonal, solve_lower, solve_lower_transposed
 from numpyro_sgp.sites import DatumSites, Perturbed, TiedSites
 
 __all__ = ["AutoTSVGP", "Dual"]
@@ -43,6 +46,16 @@ def _own_rows(value: DatumSites | Perturbed, prior: GaussianProcess, M: Array) -
         )
         raise ValueError(msg)
     return jnp.where(jnp.all(sites.X == prior.X), M, jnp.nan)
+
+
+def shared_covariance(
+    inducing: AbstractInducing, anchor: AbstractInducing, kernel: Callable, jitter: float
+) -> Array:
+    """Cov(u, u') for inducing variables that moved from u' to u, the jitter's noise moving along, (..., M, M)."""
+    anchor = jax.lax.stop_gradient(anchor)
+    K = inducing.Kuv(kernel, anchor)
+    scale = jnp.mean(diagonal(anchor.Kuu(kernel)), axis=-1)[..., None, None]
+    return K + jitter * scale * jnp.eye(K.shape[-1], dtype=K.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,20 +96,31 @@ class Dual(AbstractPosteriorFamily):
             return self._per_datum(param, prior, batch_shape, inducing)
         return self._tied(param, prior, batch_shape, inducing)
 
-    def _tied(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: Any) -> Moments:
-        value = param("sites", TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype))
+    def _tied(
+        self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: AbstractInducing
+    ) -> Moments:
+        anchored = self.learn_inducing and self.tie == "projection"
+        zeros = TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype, inducing if anchored else None)
+        value = param("sites", zeros)
         sites = value.sites if isinstance(value, Perturbed) else value
         L, Kuf, A, kff = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
         if self.tie == "covariance":
-            q, a = dual(sites.lambda1, sites.Lambda2, L, Kuf, A, kff), Kuf
+            q = dual(sites.lambda1, sites.Lambda2, L, Kuf, A, kff)
+            return perturbed_moments(value, Kuf, q) if isinstance(value, Perturbed) else q
+        if sites.anchor is None:
+            Lu = jnp.swapaxes(L, -1, -2)
         else:
-            q, a = dual_projected(sites.lambda1, sites.Lambda2, L, A, kff), None
+            Lu = solve_lower(L, shared_covariance(inducing, sites.anchor, prior.kernel, prior.relative_jitter))
+        q = dual_projected(sites.lambda1, sites.Lambda2, Lu, A, kff)
         if not isinstance(value, Perturbed):
             return q
-        return perturbed_moments(value, solve_lower_transposed(L, A) if a is None else a, q)
+        if value.perturbation.moved is not None:
+            moved = projected_at(*jax.lax.stop_gradient((sites.lambda1, sites.Lambda2, Lu, L)))
+            sites = TiedSites(*moved, inducing)
+        return perturbed_moments(value, solve_lower_transposed(L, A), q, sites)
 
     def _per_datum(
-        self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: Any
+        self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: AbstractInducing
     ) -> Moments:
         value = param("sites", DatumSites.zeros(batch_shape, prior.X))
         kernel, jitter = prior.kernel, prior.relative_jitter

@@ -22,7 +22,7 @@ from numpyro_sgp.linalg import (
     triangular_inverse,
 )
 
-__all__ = ["dual", "dual_dense", "dual_per_datum", "dual_projected", "natural_whitened"]
+__all__ = ["dual", "dual_dense", "dual_per_datum", "dual_projected", "natural_whitened", "projected_at"]
 
 
 def natural_whitened(lambda1: Array, Lambda2: Array, A: Array, kff: Array) -> Moments:
@@ -82,21 +82,35 @@ def dual(lambda1: Array, Lambda2: Array, L: Array, Kuf: Array, A: Array, kff: Ar
     return moments(matvec_transposed(Kuf, b), kff, A, T, kl)
 
 
-def dual_projected(lambda1: Array, Lambda2: Array, L: Array, A: Array, kff: Array) -> Moments:
-    """q(u) ∝ p(u) exp(λ₁ᵀu − ½uᵀΛ₂u): t-SVGP, sites as sums of the projections Kuu⁻¹k_ui.
+def dual_projected(lambda1: Array, Lambda2: Array, Lu: Array, A: Array, kff: Array) -> Moments:
+    """q(u) ∝ p(u) exp(λ₁ᵀw − ½wᵀΛ₂w) with w = E[u' | u]: t-SVGP, sites as sums of the projections Kuu⁻¹k_ui.
 
-    As a function of u the sites do not move with the hyperparameters, so this is also the form that follows
-    per-datum sites while Z is fixed. Whitened: λ̃ = Lᵀλ₁, Λ̃ = LᵀΛ₂L, without any solve.
+    The sites are functions of the process at inducing variables u', and do not move with the hyperparameters nor with
+    the inducing variables u that q is held by; so they follow per-datum sites. Whitened: λ̃ = L_u λ₁, Λ̃ = L_u Λ₂ L_uᵀ,
+    without any solve where u' = u.
 
     Args:
-        lambda1: Σ_i g_i Kuu⁻¹k_ui, (..., M).
-        Lambda2: Σ_i β_i Kuu⁻¹k_ui k_uiᵀKuu⁻¹, positive semi-definite, (..., M, M).
-        L: Cholesky factor of Kuu, (..., M, M).
+        lambda1: Σ_i g_i a_i with a_i = K_u'u'⁻¹k_u'i, (..., M).
+        Lambda2: Σ_i β_i a_i a_iᵀ, positive semi-definite, (..., M, M).
+        Lu: L⁻¹Cov(u, u'), (..., M, M); Lᵀ where u' = u.
         A: L⁻¹ Kuf, (..., M, N).
         kff: prior variances, (..., N).
     """
-    Lambda = matmul(jnp.swapaxes(L, -1, -2), matmul(Lambda2, L))
-    return natural_whitened(matvec_transposed(L, lambda1), Lambda, A, kff)
+    Lambda = matmul(Lu, matmul(Lambda2, jnp.swapaxes(Lu, -1, -2)))
+    return natural_whitened(matvec(Lu, lambda1), Lambda, A, kff)
+
+
+def projected_at(lambda1: Array, Lambda2: Array, Lu: Array, L: Array) -> tuple[Array, Array]:
+    """Sites of `dual_projected` re-expressed at u itself: (L⁻ᵀL_u λ₁, L⁻ᵀL_u Λ₂ L_uᵀL⁻¹), the same q(u).
+
+    Args:
+        lambda1: (..., M).
+        Lambda2: (..., M, M).
+        Lu: L⁻¹Cov(u, u'), (..., M, M).
+        L: Cholesky factor of Kuu, (..., M, M).
+    """
+    W = solve_lower_transposed(L, Lu)
+    return matvec(W, lambda1), matmul(W, matmul(Lambda2, jnp.swapaxes(W, -1, -2)))
 
 
 def dual_per_datum(lambda1: Array, Lambda2: Array, A_sites: Array, A: Array, kff: Array) -> Moments:

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from numpyro_sgp.inducing import AbstractInducing
 from numpyro_sgp.linalg import cholesky, solve_lower
-from numpyro_sgp.sites import Perturbed, perturb_kl, perturb_marginals
+from numpyro_sgp.sites import AbstractSites, Perturbed, perturb_kl, perturb_marginals
 
 __all__ = ["Moments", "Projection", "moments", "perturbed_moments", "project"]
 
@@ -75,13 +75,17 @@ def moments(mean: Array, kff: Array, A: Array, T: Array | None, kl: Array) -> Mo
     return Moments(mean, variance, kl, A, T)
 
 
-def perturbed_moments(perturbed: Perturbed, a: Array | None, q: Moments) -> Moments:
+def perturbed_moments(
+    perturbed: Perturbed, a: Array | None, q: Moments, sites: AbstractSites | None = None
+) -> Moments:
     """The moments as functions of a perturbation of the expectation parameters; values unchanged at zero.
 
     Args:
         perturbed: sites and perturbation.
         a: vectors of the sites' basis, (..., M, N), or None where each datum has its own site.
         q: moments at zero perturbation.
+        sites: the sites expressed in that basis, where it is not the one they are held in.
     """
     mean, variance, extra = perturb_marginals(perturbed, a, q.mean, q.variance)
-    return q._replace(mean=mean, variance=variance, kl=perturb_kl(perturbed, q.kl) + extra)
+    kl = perturb_kl(perturbed.perturbation, perturbed.sites if sites is None else sites, q.kl)
+    return q._replace(mean=mean, variance=variance, kl=kl + extra)

@@ -1,6 +1,7 @@
 """`NaturalGradient`: natural steps for sites, any optax transformation for the rest, in one forward pass."""
 
 from collections.abc import Callable
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -239,7 +240,7 @@ class NaturalGradient(_NumPyroOptim):
         self, fn: LossFn, sites: dict[str, AbstractSites], others: Params, *, with_others: bool
     ) -> tuple[Array, Any, dict[str, Perturbation], Params | None]:
         """Loss, auxiliary output, natural direction and gradient of the other parameters, from one forward pass."""
-        zero = {name: Perturbation(jnp.zeros_like(s.lambda1), jnp.zeros_like(s.Lambda2)) for name, s in sites.items()}
+        zero = {name: value.perturbation(for_step=True) for name, value in sites.items()}
         shapes = {} if self.floor is None else _marginal_shapes(fn, sites, zero, others)
         # Expectations of the data's own variances: their gradients are what a floor applies to.
         variance = {name: jnp.zeros(shape, sites[name].lambda1.dtype) for name, shape in shapes.items()}
@@ -249,9 +250,7 @@ class NaturalGradient(_NumPyroOptim):
         ) -> tuple[Array, Any]:
             perturbed = {
                 name: Perturbed(
-                    value,
-                    Perturbation(epsilon[name].epsilon1, epsilon[name].epsilon2, variance.get(name), weight.get(name)),
-                    [],
+                    value, dataclasses.replace(epsilon[name], variance=variance.get(name), weight=weight.get(name)), []
                 )
                 for name, value in sites.items()
             }
@@ -278,10 +277,7 @@ class NaturalGradient(_NumPyroOptim):
 
 def _unperturbed(sites: dict[str, AbstractSites]) -> dict[str, Perturbed]:
     """Sites at zero perturbation: tells the guide that this is a training step, at the sites' own inputs."""
-    return {
-        name: Perturbed(s, Perturbation(jnp.zeros_like(s.lambda1), jnp.zeros_like(s.Lambda2)), [])
-        for name, s in sites.items()
-    }
+    return {name: Perturbed(value, value.perturbation(for_step=False), []) for name, value in sites.items()}
 
 
 def _marginal_shapes(

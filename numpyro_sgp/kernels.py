@@ -1,0 +1,750 @@
+"""Kernels: covariance functions as JAX pytrees.
+
+A kernel is any pytree with the calling convention of tinygp: `k(X)` is the diagonal, (..., N), and `k(X, Z)` the matrix,
+(..., N, M). The classes here and every tinygp kernel are kernels, and the two can be added and multiplied.
+
+Shapes. Inputs are (N, D), with leading axes for a batch of input sets. Hyperparameters with leading axes are a batch of
+kernels: one number for each kernel (`variance`, `alpha`, `offset`) has the shape of the batch; one number for each input column
+(`lengthscale`, `period`, the `variance` of `Linear` and `Polynomial`) is a scalar or (D,) for one kernel and batch + (1,)
+or batch + (D,) for a batch, so C isotropic kernels have `lengthscale` (C, 1). All batches broadcast.
+
+Values follow the promoted dtype of inputs and hyperparameters; a Python float adapts to the inputs.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+import dataclasses
+import math
+import operator
+import types
+from typing import Any, final
+
+import jax
+from jax import Array, lax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+import numpy as np
+
+from numpyro_sgp.linalg import matmul
+
+__all__ = [
+    "Constant",
+    "Kernel",
+    "Linear",
+    "Matern12",
+    "Matern32",
+    "Matern52",
+    "Periodic",
+    "Polynomial",
+    "Product",
+    "RationalQuadratic",
+    "Select",
+    "SquaredExponential",
+    "Stationary",
+    "Sum",
+    "Warp",
+    "White",
+]
+
+# Up to this width the sum of squared differences is one fused loop as fast as the matrix product, and free of cancellation
+# (measured on a CPU at 1000 × 1000: equal at D = 2, twice slower at D = 8).
+_DIRECT_WIDTH = 3
+
+# Columns that one pass over the (N, M) comparison of rows takes together; the value only trades compile time for memory traffic.
+_COLUMNS_PER_PASS = 8
+
+
+def _as_inputs(X: ArrayLike, name: str) -> Array:
+    X = jnp.asarray(X)
+    if X.ndim < 2 or X.shape[-1] == 0:
+        msg = f"`{name}` must have shape (N, D), got {X.shape}. For one input use {name}[:, None]."
+        raise ValueError(msg)
+    return X if jnp.issubdtype(X.dtype, jnp.floating) else X.astype(jnp.result_type(float))
+
+
+def _check_columns(name: str, value: ArrayLike, X: Array) -> None:
+    shape, D = jnp.shape(value), X.shape[-1]
+    if shape and shape[-1] not in (1, D):
+        msg = (
+            f"`{name}` has shape {shape}, but its last axis must be 1 or D = {D}, the columns of `X` of shape {X.shape}. "
+            f"Use a scalar or ({D},) for one kernel; C isotropic kernels need shape (C, 1), here {(*shape, 1)}."
+        )
+        raise ValueError(msg)
+
+
+def _expand(value: ArrayLike, *axes: int) -> ArrayLike:
+    """New axes for an array; a scalar broadcasts as it is and, when a Python float, keeps adapting to any dtype."""
+    return value if jnp.ndim(value) == 0 else jnp.expand_dims(value, axes)
+
+
+def _centred(X: Array, Z: Array) -> tuple[Array, Array]:
+    # Stationary kernels do not change when both inputs are shifted, so the shift needs no derivative; the products that
+    # follow would otherwise cancel |x|² against 2 xᵀz. Rows with NaN must not spread to the others.
+    centre = jnp.nanmean(lax.stop_gradient(Z), axis=-2, keepdims=True)
+    return X - centre, Z - centre
+
+
+def _transposed(X: Array) -> Array:
+    return jnp.swapaxes(X, -1, -2)
+
+
+@jax.custom_jvp
+def _squared_distance(X: Array, Z: Array) -> Array:
+    """|x_n − z_m|², (..., N, M), never negative and exactly zero for equal rows."""
+    D = X.shape[-1]
+    if D <= _DIRECT_WIDTH:
+        columns = (jnp.square(X[..., :, None, d] - Z[..., None, :, d]) for d in range(D))
+        return sum(columns, start=next(columns))
+    norms = jnp.sum(X * X, axis=-1)[..., :, None] + jnp.sum(Z * Z, axis=-1)[..., None, :]
+    r2 = norms - 2.0 * matmul(X, _transposed(Z))
+    # Rounding leaves equal rows at up to 0.7 √D ε (|x|² + |z|²), measured for D = 4 to 3000: below three times that is zero.
+    # Without it the square root in a Matérn-1/2 kernel turns 1e-7 into 3e-4.
+    rounding = 2.0 * math.sqrt(D) * float(jnp.finfo(r2.dtype).eps)
+    return jnp.where(r2 <= rounding * norms, 0.0, r2)
+
+
+@_squared_distance.defjvp
+def _squared_distance_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (X, Z), (dX, dZ) = primals, tangents
+    # d|x − z|² = 2 (x − z)ᵀ(dx − dz), whatever rounding did to the value: products again, and no (N, M, D) array.
+    own = jnp.sum(X * dX, axis=-1)[..., :, None] + jnp.sum(Z * dZ, axis=-1)[..., None, :]
+    cross = matmul(X, _transposed(dZ)) + matmul(dX, _transposed(Z))
+    return _squared_distance(X, Z), 2.0 * (own - cross)
+
+
+# Matérn profiles as functions of q = a², a = √(2ν) r, with the derivatives d/dq. Autodiff through √q has an infinite factor at
+# q = 0 that the true derivatives of the smooth profiles do not have.
+
+
+@jax.custom_jvp
+def _exponential(q: Array) -> Array:
+    return jnp.exp(-jnp.sqrt(q))
+
+
+@_exponential.defjvp
+def _exponential_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (q,), (dq,) = primals, tangents
+    value = _exponential(q)
+    # d/dq e^(−a) = −e^(−a) / 2a. At q = 0, the kink, it is defined as 0, the mean of the two one-sided slopes in x.
+    zero = q == 0.0
+    slope = jnp.where(zero, 0.0, -0.5 * value / jnp.sqrt(jnp.where(zero, 1.0, q)))
+    return value, slope * dq
+
+
+@jax.custom_jvp
+def _exponential_linear(q: Array) -> Array:
+    a = jnp.sqrt(q)
+    return (1.0 + a) * jnp.exp(-a)
+
+
+@_exponential_linear.defjvp
+def _exponential_linear_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (q,), (dq,) = primals, tangents
+    # d/dq (1 + a) e^(−a) = −½ e^(−a)
+    return _exponential_linear(q), -0.5 * _exponential(q) * dq
+
+
+@jax.custom_jvp
+def _exponential_quadratic(q: Array) -> Array:
+    a = jnp.sqrt(q)
+    return (1.0 + a + q / 3.0) * jnp.exp(-a)
+
+
+@_exponential_quadratic.defjvp
+def _exponential_quadratic_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (q,), (dq,) = primals, tangents
+    # d/dq (1 + a + a²/3) e^(−a) = −(1 + a) e^(−a) / 6
+    return _exponential_quadratic(q), (-1.0 / 6.0) * _exponential_linear(q) * dq
+
+
+class Kernel(ABC):
+    """A covariance function k(x, z) = Cov(f(x), f(z)).
+
+    Kernels add and multiply with each other, with numbers, and with any other callable that follows the convention. In
+    `other + kernel` Python asks `other` first: a tinygp kernel on the left takes the operation and fails, so put it on the
+    right or write `Sum(other, kernel)`.
+    """
+
+    # Without this NumPy scalars and arrays on the left of an operator would loop over the kernel as an object.
+    __array_ufunc__ = None
+
+    def __call__(self, X: ArrayLike, Z: ArrayLike | None = None) -> Array:
+        """The diagonal k(x_n, x_n), (..., N), or with a second argument the matrix k(x_n, z_m), (..., N, M).
+
+        Args:
+            X: inputs, (..., N, D).
+            Z: inputs, (..., M, D).
+
+        Raises:
+            ValueError: inputs that are not (..., N, D), two inputs of different width, or a hyperparameter of another width.
+        """
+        if Z is None:
+            return self._diagonal(_as_inputs(X, "X"))
+        inputs = _as_inputs(X, "X")
+        others = inputs if Z is X else _as_inputs(Z, "Z")
+        if inputs.shape[-1] != others.shape[-1]:
+            msg = (
+                f"`X` and `Z` must have the same number of columns, got shapes {inputs.shape} and {others.shape}. "
+                "Pass inputs with the same D, or use Select(kernel, dims) for a kernel on some columns."
+            )
+            raise ValueError(msg)
+        return self._matrix(inputs, others)
+
+    @abstractmethod
+    def _diagonal(self, X: Array) -> Array:
+        """k(x_n, x_n) for checked inputs (..., N, D)."""
+
+    @abstractmethod
+    def _matrix(self, X: Array, Z: Array) -> Array:
+        """k(x_n, z_m) for checked inputs (..., N, D) and (..., M, D)."""
+
+    def __add__(self, other: Callable | ArrayLike) -> "Sum":
+        operand = _as_operand(other)
+        return NotImplemented if operand is None else Sum(self, operand)
+
+    def __radd__(self, other: Callable | ArrayLike) -> "Kernel":
+        if isinstance(other, int) and other == 0:  # the start value of the built-in sum
+            return self
+        operand = _as_operand(other)
+        return NotImplemented if operand is None else Sum(operand, self)
+
+    def __mul__(self, other: Callable | ArrayLike) -> "Product":
+        operand = _as_operand(other)
+        return NotImplemented if operand is None else Product(self, operand)
+
+    def __rmul__(self, other: Callable | ArrayLike) -> "Product":
+        operand = _as_operand(other)
+        return NotImplemented if operand is None else Product(operand, self)
+
+
+def _as_operand(other: Callable | ArrayLike) -> Callable | None:
+    if callable(other):
+        return other
+    return Constant(other) if isinstance(other, int | float | np.generic | np.ndarray | Array) else None
+
+
+class Stationary(Kernel):
+    """A kernel of the scaled distance, k(x, z) = σ_f² g(r²) with r² = Σ_d (x_d − z_d)² / ℓ_d² and g(0) = 1.
+
+    The diagonal is σ_f² whatever the inputs are.
+    """
+
+    lengthscale: ArrayLike
+    variance: ArrayLike
+
+    @abstractmethod
+    def correlation(self, r2: Array) -> Array:
+        """g(r²), with g(0) = 1 exactly.
+
+        Args:
+            r2: squared scaled distances, (..., N, M).
+        """
+
+    def _diagonal(self, X: Array) -> Array:
+        _check_columns("lengthscale", self.lengthscale, X)
+        r2 = _zero_distance(X, self.lengthscale)
+        return (_expand(self.variance, -2, -1) * self.correlation(r2))[..., 0]
+
+    def _matrix(self, X: Array, Z: Array) -> Array:
+        _check_columns("lengthscale", self.lengthscale, X)
+        lengthscale = _expand(self.lengthscale, -2)
+        X, Z = _centred(X, Z)
+        return _expand(self.variance, -2, -1) * self.correlation(_squared_distance(X / lengthscale, Z / lengthscale))
+
+
+def _zero_distance(X: Array, *columns: ArrayLike) -> Array:
+    """The distance of each row to itself as a (..., N, 1) matrix, in the batch and dtype of inputs and hyperparameters."""
+    batch = jnp.broadcast_shapes(X.shape[:-2], *(jnp.shape(column)[:-1] for column in columns))
+    return jnp.zeros((*batch, X.shape[-2], 1), jnp.result_type(X, *columns))
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class SquaredExponential(Stationary):
+    """k(x, z) = σ_f² exp(−r²/2), r² = Σ_d (x_d − z_d)² / ℓ_d²: infinitely differentiable functions.
+
+    >>> import jax.numpy as jnp
+    >>> from numpyro_sgp.kernels import Linear, SquaredExponential
+    >>> X = jnp.ones((7, 2))
+    >>> kernel = 2.0 * SquaredExponential(lengthscale=0.5) + Linear()
+    >>> kernel(X).shape, kernel(X, X[:5]).shape
+    ((7,), (7, 5))
+    >>> SquaredExponential(lengthscale=jnp.ones((3, 1)))(X, X).shape  # three kernels
+    (3, 7, 7)
+
+    Args:
+        lengthscale: ℓ in units of X; scalar, (D,), or batch + (1,) or (D,).
+        variance: σ_f² in units of f²; shape of the batch.
+
+    References: Rasmussen & Williams (2006), eq. 4.9.
+    """
+
+    lengthscale: ArrayLike
+    variance: ArrayLike = 1.0
+
+    def correlation(self, r2: Array) -> Array:
+        return jnp.exp(-0.5 * r2)
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Matern12(Stationary):
+    """k(x, z) = σ_f² exp(−r), r² = Σ_d (x_d − z_d)² / ℓ_d²: continuous functions without a derivative.
+
+    The kernel has a kink at r = 0; its gradient there is defined as 0.
+
+    Args:
+        lengthscale: ℓ in units of X; scalar, (D,), or batch + (1,) or (D,).
+        variance: σ_f² in units of f²; shape of the batch.
+
+    References: Rasmussen & Williams (2006), eq. 4.18 with γ = 1.
+    """
+
+    lengthscale: ArrayLike
+    variance: ArrayLike = 1.0
+
+    def correlation(self, r2: Array) -> Array:
+        return _exponential(r2)
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Matern32(Stationary):
+    """k(x, z) = σ_f² (1 + √3 r) exp(−√3 r), r² = Σ_d (x_d − z_d)² / ℓ_d²: once differentiable functions.
+
+    Args:
+        lengthscale: ℓ in units of X; scalar, (D,), or batch + (1,) or (D,).
+        variance: σ_f² in units of f²; shape of the batch.
+
+    References: Rasmussen & Williams (2006), eq. 4.17.
+    """
+
+    lengthscale: ArrayLike
+    variance: ArrayLike = 1.0
+
+    def correlation(self, r2: Array) -> Array:
+        return _exponential_linear(3.0 * r2)
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Matern52(Stationary):
+    """k(x, z) = σ_f² (1 + √5 r + 5r²/3) exp(−√5 r), r² = Σ_d (x_d − z_d)² / ℓ_d²: twice differentiable functions.
+
+    Args:
+        lengthscale: ℓ in units of X; scalar, (D,), or batch + (1,) or (D,).
+        variance: σ_f² in units of f²; shape of the batch.
+
+    References: Rasmussen & Williams (2006), eq. 4.17.
+    """
+
+    lengthscale: ArrayLike
+    variance: ArrayLike = 1.0
+
+    def correlation(self, r2: Array) -> Array:
+        return _exponential_quadratic(5.0 * r2)
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class RationalQuadratic(Stationary):
+    """k(x, z) = σ_f² (1 + r²/2α)^(−α), r² = Σ_d (x_d − z_d)² / ℓ_d²: a mixture of lengthscales.
+
+    Args:
+        lengthscale: ℓ in units of X; scalar, (D,), or batch + (1,) or (D,).
+        variance: σ_f² in units of f²; shape of the batch.
+        alpha: α > 0, without unit; shape of the batch. α → ∞ is the squared exponential.
+
+    References: Rasmussen & Williams (2006), eq. 4.19.
+    """
+
+    lengthscale: ArrayLike
+    variance: ArrayLike = 1.0
+    alpha: ArrayLike = 1.0
+
+    def correlation(self, r2: Array) -> Array:
+        alpha = _expand(self.alpha, -2, -1)
+        # log1p, because 1 + r²/2α rounds to 1 for large α.
+        return jnp.exp(-alpha * jnp.log1p(0.5 * r2 / alpha))
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Periodic(Kernel):
+    """k(x, z) = σ_f² exp(−2 Σ_d sin²(π (x_d − z_d) / p_d) / ℓ_d²): functions of period p.
+
+    It is the squared exponential kernel of the features (cos(2πx_d/p_d), sin(2πx_d/p_d)), so ℓ is a distance on the unit
+    circle and not in units of X.
+
+    Args:
+        lengthscale: ℓ, without unit; scalar, (D,), or batch + (1,) or (D,).
+        period: p in units of X; scalar, (D,), or batch + (1,) or (D,).
+        variance: σ_f² in units of f²; shape of the batch.
+
+    References: MacKay (1998), "Introduction to Gaussian processes"; Rasmussen & Williams (2006), eq. 4.31 with p = 2π.
+    """
+
+    lengthscale: ArrayLike
+    period: ArrayLike
+    variance: ArrayLike = 1.0
+
+    def _check(self, X: Array) -> None:
+        _check_columns("lengthscale", self.lengthscale, X)
+        _check_columns("period", self.period, X)
+
+    def _diagonal(self, X: Array) -> Array:
+        self._check(X)
+        ones = jnp.exp(_zero_distance(X, self.lengthscale, self.period))
+        return (_expand(self.variance, -2, -1) * ones)[..., 0]
+
+    def _matrix(self, X: Array, Z: Array) -> Array:
+        self._check(X)
+        X, Z = _centred(X, Z)
+        # |φ(x) − φ(z)|² = Σ_d (2 − 2 cos(θ_d − θ'_d)) / ℓ_d² = 4 Σ_d sin²((θ_d − θ'_d)/2) / ℓ_d²
+        r2 = _squared_distance(self._features(X), self._features(Z))
+        return _expand(self.variance, -2, -1) * jnp.exp(-0.5 * r2)
+
+    def _features(self, X: Array) -> Array:
+        theta = (2.0 * math.pi) * X / _expand(self.period, -2)
+        lengthscale = _expand(self.lengthscale, -2)
+        return jnp.concatenate([jnp.cos(theta) / lengthscale, jnp.sin(theta) / lengthscale], axis=-1)
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Linear(Kernel):
+    """k(x, z) = Σ_d σ_d² x_d z_d: linear functions through the origin; add a `Constant` for an intercept.
+
+    Args:
+        variance: σ_d², prior variance of the slopes, in units of f²/X²; scalar, (D,), or batch + (1,) or (D,).
+
+    References: Rasmussen & Williams (2006), section 4.2.2.
+    """
+
+    variance: ArrayLike = 1.0
+
+    def _diagonal(self, X: Array) -> Array:
+        _check_columns("variance", self.variance, X)
+        return jnp.sum(X * _expand(self.variance, -2) * X, axis=-1)
+
+    def _matrix(self, X: Array, Z: Array) -> Array:
+        _check_columns("variance", self.variance, X)
+        scaled = X * _expand(self.variance, -2)
+        return matmul(scaled, _transposed(Z).astype(scaled.dtype))
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Polynomial(Kernel):
+    """k(x, z) = (Σ_d σ_d² x_d z_d + c)^degree: polynomials of at most that degree.
+
+    Args:
+        degree: a Python integer ≥ 1.
+        variance: σ_d², scalar, (D,), or batch + (1,) or (D,); units of 1/X² when c has none.
+        offset: c ≥ 0; shape of the batch. c = 0 leaves only the terms of exactly that degree.
+
+    Raises:
+        ValueError: a degree that is not a positive Python integer.
+
+    References: Rasmussen & Williams (2006), section 4.2.2.
+    """
+
+    degree: int = dataclasses.field(metadata={"static": True})
+    variance: ArrayLike = 1.0
+    offset: ArrayLike = 1.0
+
+    def __post_init__(self) -> None:
+        # The degree is static, so it is never a placeholder, and a wrong one is seen where it is written.
+        if isinstance(self.degree, bool) or not isinstance(self.degree, int) or self.degree < 1:
+            msg = (
+                f"`degree` must be a positive Python integer, got {self.degree!r}. "
+                "Use Polynomial(degree=2) for quadratic functions, and Constant(variance) for degree 0."
+            )
+            raise ValueError(msg)
+
+    def _diagonal(self, X: Array) -> Array:
+        return (Linear(self.variance)(X) + _expand(self.offset, -1)) ** self.degree
+
+    def _matrix(self, X: Array, Z: Array) -> Array:
+        return (Linear(self.variance)(X, Z) + _expand(self.offset, -2, -1)) ** self.degree
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Constant(Kernel):
+    """k(x, z) = σ²: constant functions.
+
+    Args:
+        variance: σ² in units of f²; shape of the batch.
+    """
+
+    variance: ArrayLike
+
+    def _diagonal(self, X: Array) -> Array:
+        variance = jnp.asarray(self.variance, jnp.result_type(X, self.variance))
+        batch = jnp.broadcast_shapes(X.shape[:-2], variance.shape)
+        return jnp.broadcast_to(variance[..., None], (*batch, X.shape[-2]))
+
+    def _matrix(self, X: Array, Z: Array) -> Array:
+        variance = jnp.asarray(self.variance, jnp.result_type(X, Z, self.variance))
+        batch = jnp.broadcast_shapes(X.shape[:-2], Z.shape[:-2], variance.shape)
+        return jnp.broadcast_to(variance[..., None, None], (*batch, X.shape[-2], Z.shape[-2]))
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class White(Kernel):
+    """k(x, z) = σ² 1[x = z]: an independent value at each input, the same one at exactly equal inputs.
+
+    Repeated rows share their value, so this is not observation noise for repeated measurements: put that in the likelihood.
+    A row with NaN is equal to nothing and unequal to nothing, so its covariances are NaN.
+
+    Args:
+        variance: σ² in units of f²; shape of the batch.
+    """
+
+    variance: ArrayLike
+
+    def _diagonal(self, X: Array) -> Array:
+        return Constant(self.variance)(X)
+
+    def _matrix(self, X: Array, Z: Array) -> Array:
+        K = jnp.where(_equal_rows(X, Z), Constant(self.variance)(X, Z), 0.0)
+        unknown = jnp.isnan(X).any(axis=-1)[..., :, None] | jnp.isnan(Z).any(axis=-1)[..., None, :]
+        return jnp.where(unknown, jnp.nan, K)
+
+
+def _equal_rows(X: Array, Z: Array) -> Array:
+    batch = jnp.broadcast_shapes(X.shape[:-2], Z.shape[:-2])
+
+    def compare(equal: Array, columns: tuple[Array, Array]) -> tuple[Array, None]:
+        x, z = columns
+        return equal & (x[..., :, None] == z[..., None, :]), None
+
+    start = jnp.ones((*batch, X.shape[-2], Z.shape[-2]), bool)
+    columns = (jnp.moveaxis(X, -1, 0), jnp.moveaxis(Z, -1, 0))
+    equal, _ = lax.scan(compare, start, columns, unroll=min(_COLUMNS_PER_PASS, X.shape[-1]))
+    return equal
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sum(Kernel):
+    """k(x, z) = k₁(x, z) + k₂(x, z): the sum of independent functions.
+
+    Args:
+        left: k₁, any kernel, ours or not.
+        right: k₂, any kernel, ours or not; the batches broadcast.
+    """
+
+    left: Callable
+    right: Callable
+
+    def _diagonal(self, X: Array) -> Array:
+        return self.left(X) + self.right(X)
+
+    def _matrix(self, X: Array, Z: Array) -> Array:
+        return self.left(X, Z) + self.right(X, Z)
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Product(Kernel):
+    """k(x, z) = k₁(x, z) k₂(x, z): the covariance of the product of independent functions with mean zero.
+
+    Args:
+        left: k₁, any kernel, ours or not.
+        right: k₂, any kernel, ours or not; the batches broadcast.
+    """
+
+    left: Callable
+    right: Callable
+
+    def _diagonal(self, X: Array) -> Array:
+        return self.left(X) * self.right(X)
+
+    def _matrix(self, X: Array, Z: Array) -> Array:
+        return self.left(X, Z) * self.right(X, Z)
+
+
+class _Static:
+    """What is not an array in a pytree, compared by identity of the leaves, and by value for numbers, texts and bound methods."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+
+    def _key(self) -> tuple:
+        # Bound methods and literals are new objects at each use; everything else could define an `==` that is not a bool.
+        by_value = (int, str, bytes, types.MethodType)
+        leaves, structure = jax.tree.flatten(self.tree)
+        return structure, tuple((type(leaf), leaf) if isinstance(leaf, by_value) else id(leaf) for leaf in leaves)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Static) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class PytreeFunction:
+    """A callable as a pytree: its arrays and Python floats are children, everything else is static.
+
+    A plain function is one static leaf compared by identity, and may close over traced values. It crosses `grad`, `vmap`,
+    `scan` and `jit`, but a `jit` that takes it as an argument compiles again for each new function object. A callable pytree (an Equinox module,
+    `jax.tree_util.Partial(fn, params)`) shows its arrays to JAX and does not.
+    """
+
+    arrays: Any
+    static: _Static = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, fn: Callable) -> "PytreeFunction":
+        """`fn` as a `PytreeFunction`; one that is already is returned as it is."""
+        if isinstance(fn, PytreeFunction):
+            return fn
+        leaves, structure = jax.tree.flatten(fn)
+        # The split is made once, here: leaves that a transformation replaces by placeholders must stay children.
+        dynamic = [isinstance(leaf, Array | np.ndarray | np.generic | float | complex) for leaf in leaves]
+        arrays = [leaf if is_dynamic else None for leaf, is_dynamic in zip(leaves, dynamic, strict=True)]
+        static = [None if is_dynamic else leaf for leaf, is_dynamic in zip(leaves, dynamic, strict=True)]
+        return cls(jax.tree.unflatten(structure, arrays), _Static(jax.tree.unflatten(structure, static)))
+
+    def __call__(self, *args: Any) -> Any:
+        def merge(array: Any, static: Any) -> Any:
+            return static if array is None else array
+
+        return jax.tree.map(merge, self.arrays, self.static.tree, is_leaf=lambda leaf: leaf is None)(*args)
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Warp(Kernel):
+    """k(x, z) = k₀(φ(x), φ(z)): a kernel on features, a deep kernel when φ is a network.
+
+    >>> import jax.numpy as jnp
+    >>> from numpyro_sgp.kernels import SquaredExponential, Warp
+    >>> weights = jnp.ones((2, 4))
+    >>> kernel = Warp(SquaredExponential(1.0), lambda X: jnp.tanh(X @ weights))
+    >>> kernel(jnp.ones((7, 2)), jnp.ones((5, 2))).shape
+    (7, 5)
+
+    Args:
+        kernel: k₀, any kernel on D' columns.
+        fn: φ for all rows at once, (N, D) -> (N, D'). A function that may close over sampled or traced values, or a callable
+            pytree, whose arrays then are leaves of the kernel; `PytreeFunction` says what crosses a `jit` boundary. Inputs
+            with leading axes are mapped over.
+
+    Raises:
+        ValueError: `fn` does not return N rows.
+
+    References: MacKay (1998), "Introduction to Gaussian processes"; Wilson, Hu, Salakhutdinov & Xing (2016), "Deep kernel
+    learning".
+    """
+
+    kernel: Callable
+    fn: Callable
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fn", PytreeFunction.of(self.fn))
+
+    def _diagonal(self, X: Array) -> Array:
+        return self.kernel(self._features(X))
+
+    def _matrix(self, X: Array, Z: Array) -> Array:
+        features = self._features(X)
+        return self.kernel(features, features if Z is X else self._features(Z))
+
+    def _features(self, X: Array) -> Array:
+        fn = self.fn
+        for _ in X.shape[:-2]:
+            fn = jax.vmap(fn)
+        features = fn(X)
+        shape = getattr(features, "shape", None)
+        if shape is None or len(shape) < X.ndim or shape[-2] != X.shape[-2]:
+            got = f"a {type(features).__name__}" if shape is None else f"shape {shape}"
+            msg = (
+                f"`fn` must map inputs (N, D) to features (N, D'), but for inputs of shape {X.shape} it returned {got}. "
+                "Return one row for each row of the inputs; for a function of one row use jax.vmap(fn), for one feature fn(X)[:, None]."
+            )
+            raise ValueError(msg)
+        return features
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slice:
+    # `slice` is not hashable before Python 3.12, and static data of a pytree must be.
+    start: int | None
+    stop: int | None
+    step: int | None
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Select(Kernel):
+    """k(x, z) = k₀(x[dims], z[dims]): a kernel on some of the input columns.
+
+    Args:
+        kernel: k₀, any kernel on that many columns.
+        dims: column numbers, as a sequence of Python integers, one integer, or a slice. Negative numbers count from the end.
+
+    Raises:
+        TypeError: `dims` that are not integers.
+        ValueError: `dims` out of range, or none.
+    """
+
+    kernel: Callable
+    dims: "Sequence[int] | int | slice | _Slice" = dataclasses.field(metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        # Static, so never a placeholder; stored in a form that can be hashed.
+        dims = self.dims
+        if isinstance(dims, slice):
+            dims = _Slice(dims.start, dims.stop, dims.step)
+        elif not isinstance(dims, _Slice):
+            numbers = dims if np.iterable(dims) else (dims,)
+            if any(isinstance(number, bool | np.bool_) for number in numbers):
+                msg = f"`dims` must be column numbers or a slice, got {dims!r}. For a mask use dims=tuple(np.flatnonzero(mask))."
+                raise TypeError(msg)
+            try:
+                dims = tuple(operator.index(number) for number in numbers)
+            except TypeError as error:
+                msg = f"`dims` must be column numbers or a slice, got {dims!r}. Use Python integers, as in dims=(0, 2)."
+                raise TypeError(msg) from error
+        object.__setattr__(self, "dims", dims)
+
+    def _diagonal(self, X: Array) -> Array:
+        return self.kernel(self._columns(X))
+
+    def _matrix(self, X: Array, Z: Array) -> Array:
+        columns = self._columns(X)
+        return self.kernel(columns, columns if Z is X else self._columns(Z))
+
+    def _columns(self, X: Array) -> Array:
+        D, dims = X.shape[-1], self.dims
+        if isinstance(dims, _Slice):
+            columns = range(D)[slice(dims.start, dims.stop, dims.step)]
+        else:
+            columns = dims
+        if not columns or any(not -D <= column < D for column in columns):
+            msg = (
+                f"`dims` must name at least one of the D = {D} columns of `X` of shape {X.shape}, got {dims}. "
+                f"Use numbers from 0 to {D - 1}, or from {-D} to -1 counted from the end."
+            )
+            raise ValueError(msg)
+        return X[..., np.asarray(columns)]
