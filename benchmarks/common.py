@@ -1,0 +1,60 @@
+"""What the benchmark scripts share: versions and device, data sets, results as JSON."""
+
+import json
+from pathlib import Path
+import platform
+
+import jax
+import numpy as np
+import numpyro
+import optax
+
+import numpyro_sgp
+
+HERE = Path(__file__).resolve().parent
+
+
+def environment() -> dict[str, str]:
+    """Versions and device, to be printed and kept with every result."""
+    return {
+        "numpyro_sgp": numpyro_sgp.__version__,
+        "jax": jax.__version__,
+        "numpyro": numpyro.__version__,
+        "optax": optax.__version__,
+        "python": platform.python_version(),
+        "device": jax.devices()[0].device_kind,
+        "machine": platform.machine(),
+    }
+
+
+def report(name: str, result: dict, folder: Path | None) -> None:
+    """Print the environment; write the result as JSON where a folder is given."""
+    result = {"environment": environment(), **result}
+    print(json.dumps(result["environment"]))
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"result written to {path}")
+
+
+def banana() -> tuple[np.ndarray, np.ndarray]:
+    """The 400 training points of the banana classification set: X (400, 2), y in {0, 1}."""
+    table = np.loadtxt(HERE / "data" / "banana.csv", delimiter=",", skiprows=3)
+    return table[:, :2], table[:, 2]
+
+
+def npz(path: Path, fold: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Training and test parts of a data set: arrays `X`, `y` and, where folds are published, `test_mask`.
+
+    Inputs, and outputs that are floating point, are scaled by the training mean and standard deviation.
+    """
+    with np.load(path, allow_pickle=False) as file:
+        X, y = file["X"].astype(float), file["y"]
+        test = file["test_mask"][:, fold]
+    centre, scale = X[~test].mean(0), X[~test].std(0)
+    X = (X - centre) / np.where(scale > 0, scale, 1.0)
+    if y.dtype.kind == "f":
+        y = (y - y[~test].mean()) / y[~test].std()
+    y = y.astype(float)
+    return X[~test], y[~test], X[test], y[test]
