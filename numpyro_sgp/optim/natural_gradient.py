@@ -59,10 +59,6 @@ def _all_finite(tree: Any) -> Array:
     return jnp.stack([jnp.isfinite(x).all() for x in leaves] or [jnp.asarray(True)]).all()
 
 
-def _select(condition: Array, on_true: Any, on_false: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), on_true, on_false)
-
-
 class NaturalGradient(_NumPyroOptim):
     """Natural-gradient steps on sites: λ ← λ − ρ ∂loss/∂ε at ε = 0, with ε a perturbation of expectation parameters.
 
@@ -217,8 +213,11 @@ class NaturalGradient(_NumPyroOptim):
         usable = jnp.isfinite(loss)
         accepted = usable & finite & _all_finite(there[0])
         # A loss that is not finite here means that the step that led here was wrong: back to where it was finite.
-        good = _select(usable, here, inner.accepted)
-        params, others_state = _select(accepted, there, good)
+        # (A switch copies one of the trees; a select would compile and run an operation for each leaf.)
+        case = jnp.where(accepted, 0, jnp.where(usable, 1, 2))
+        (params, others_state), good = lax.switch(
+            case, [lambda: (there, here), lambda: (here, here), lambda: (inner.accepted, inner.accepted)]
+        )
         damping = jnp.where(accepted, jnp.minimum(2.0 * inner.damping, 1.0), 0.5 * inner.damping)
         new_state = NaturalGradientState(
             params,

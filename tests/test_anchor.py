@@ -1,0 +1,111 @@
+"""Tied sites whose inducing inputs are trained: they refer to an anchor, and move with the inducing inputs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.testing import assert_allclose
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import SVI
+import optax
+import pytest
+
+import numpyro_sgp as sgp
+from numpyro_sgp.conditionals import dual_per_datum, dual_projected, project, projected_at
+from numpyro_sgp.inducing import InducingPoints
+from numpyro_sgp.kernels import SquaredExponential
+from numpyro_sgp.linalg import solve_lower
+from numpyro_sgp.sites import TiedSites
+from numpyro_sgp.tsvgp import shared_covariance
+
+N, M, JITTER = 40, 6, 1e-6
+KERNEL = SquaredExponential(0.7, 1.3)
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def data():
+    rng = np.random.default_rng(0)
+    X = np.sort(rng.uniform(-2.0, 2.0, N))[:, None]
+    return X, (np.sin(3.0 * X[:, 0]) + 0.5 * rng.normal(size=N) > 0.0).astype(float)
+
+
+def random_sites():
+    rng = np.random.default_rng(1)
+    root = rng.normal(size=(M, M))
+    return jnp.asarray(rng.normal(size=M)), jnp.asarray(root @ root.T)
+
+
+def moments_at(Z, anchor, lambda1, Lambda2, X):
+    L, _, A, kff = project(InducingPoints(Z), KERNEL, X, JITTER)
+    Lu = solve_lower(L, shared_covariance(InducingPoints(Z), InducingPoints(anchor), KERNEL, JITTER))
+    return dual_projected(lambda1, Lambda2, Lu, A, kff), projected_at(lambda1, Lambda2, Lu, L)
+
+
+def test_sites_moved_to_the_current_inducing_inputs_are_the_same_posterior():
+    X, _ = data()
+    anchor = jnp.linspace(-2.0, 2.0, M)[:, None]
+    Z = anchor + 0.1
+    q, moved = moments_at(Z, anchor, *random_sites(), X)
+    again, _ = moments_at(Z, Z, *moved, X)
+    for before, after in zip(q[:3], again[:3], strict=True):
+        assert_allclose(after, before, rtol=1e-7, atol=1e-9)
+
+
+def test_an_anchor_at_the_inducing_inputs_changes_nothing():
+    X, _ = data()
+    Z = jnp.linspace(-2.0, 2.0, M)[:, None]
+    lambda1, Lambda2 = random_sites()
+    q, moved = moments_at(Z, Z, lambda1, Lambda2, X)
+    L, _, A, kff = project(InducingPoints(Z), KERNEL, X, JITTER)
+    plain = dual_projected(lambda1, Lambda2, L.T, A, kff)
+    for before, after in zip(plain[:3], q[:3], strict=True):
+        assert_allclose(after, before, rtol=1e-9)
+    assert_allclose(moved[0], lambda1, rtol=1e-8)
+    assert_allclose(moved[1], Lambda2, rtol=1e-8, atol=1e-8)
+
+
+def test_anchored_sums_are_per_datum_sites_seen_through_the_anchor():
+    # Sites at the rows of X, summed at the anchor, are sites of the process at the anchor: where the anchor determines
+    # f(X) (as many anchors as data) moving Z away from it loses nothing.
+    X = jnp.asarray(data()[0][:: N // M][:M])
+    Z = X + 0.05
+    rng = np.random.default_rng(2)
+    g, beta = jnp.asarray(rng.normal(size=M)), jnp.asarray(rng.uniform(0.5, 2.0, M))
+    q, _ = moments_at(Z, X, g, jnp.diag(beta), X)
+    L, _, A, kff = project(InducingPoints(Z), KERNEL, X, JITTER)
+    expected = dual_per_datum(g, beta, A, A, kff)
+    assert_allclose(q.mean, expected.mean, rtol=1e-4, atol=1e-6)  # the jitter is 1e-6 of the prior's variance
+    assert_allclose(q.variance, expected.variance, rtol=1e-4)
+
+
+def model(X, y):
+    f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+
+def bounds(guide, steps=40):
+    X, y = data()
+    svi = SVI(model, guide, sgp.NaturalGradient(0.7, optax.adam(0.05), e_steps=2), sgp.QuadratureELBO())
+    state, losses = svi.init(jax.random.key(0), X, y), []
+    update = jax.jit(svi.update)
+    for _ in range(steps):
+        state, loss = update(state, X, y)
+        losses.append(float(loss))
+    assert update._cache_size() == 1
+    return -np.array(losses), svi.get_params(state)
+
+
+@pytest.mark.slow
+def test_tied_sites_follow_per_datum_sites_while_inducing_inputs_move():
+    Z = np.linspace(-0.5, 0.5, M)[:, None]  # a bad start: the inputs have to travel
+    tied, params = bounds(sgp.AutoTSVGP(model, Z, learn_inducing=True))
+    exact, _ = bounds(sgp.AutoTSVGP(model, Z, sites="per_datum", learn_inducing=True))
+    printed, _ = bounds(sgp.AutoTSVGP(model, Z, tie="covariance", learn_inducing=True))
+    assert np.abs(params["f_auto_inducing"].Z - Z).max() > 0.2
+    assert isinstance(params["f_auto_sites"], TiedSites)
+    assert exact[-1] > exact[0] + 1.0
+    gap, printed_gap = np.abs(tied - exact)[1:], np.abs(printed - exact)[1:]
+    assert gap.max() < 0.1
+    assert printed_gap.max() > 10.0 * gap.max()

@@ -1,0 +1,38 @@
+"""Every example and benchmark runs: examples with `--smoke`, benchmarks with `--reduced`."""
+
+from pathlib import Path
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(script: Path, *arguments: str) -> str:
+    command = [sys.executable, str(script), *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_example_runs_and_writes_its_figure(script, tmp_path):
+    output = run(script, "--smoke", "--output", str(tmp_path / "figure.png"))
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    assert "figure written" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script",
+    sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "common"),
+    ids=lambda path: path.stem,
+)
+def test_benchmark_runs_in_its_reduced_mode_and_prints_versions_and_device(script, tmp_path):
+    output = run(script, "--reduced", "--output", str(tmp_path), "--figure", str(tmp_path / "figure.png"))
+    assert re.search(r'"jax": "[\d.]+".*"device": ', output)
+    assert (tmp_path / f"{script.stem}.json").exists()
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
