@@ -6,7 +6,8 @@ hyperparameters: q(θ) q(u | θ). This module knows messages and nothing of para
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -108,6 +109,8 @@ class _ZeroGaussianProcesses(Messenger):
         super().__init__()
 
     def process_message(self, msg: dict) -> None:
+        if msg["type"] == "plate":
+            _check_plate(msg)
         if not _is_latent(msg):
             return
         if isinstance(unwrap(msg["fn"]), GaussianProcess):
@@ -157,14 +160,8 @@ class _SwapGaussianProcesses(Messenger):
                 raise ValueError(message)
 
     def _process_plate(self, msg: dict) -> None:
-        size, subsample_size = msg["args"]
-        if subsample_size is not None and subsample_size > size:
-            message = (
-                f"Plate {msg['name']!r} has size {size}, smaller than its subsample of {subsample_size} rows. "
-                "Pass the number of rows of the whole data set as the plate's size (`num_data`)."
-            )
-            raise ValueError(message)
-        self.plate_sizes[msg["name"]] = size
+        _check_plate(msg)
+        self.plate_sizes[msg["name"]] = msg["args"][0]
         if msg["name"] in self.base_trace:
             msg["value"] = self.base_trace[msg["name"]]["value"]
 
@@ -194,6 +191,16 @@ class _SwapGaussianProcesses(Messenger):
             msg["value"] = msg["value"].copy()
 
 
+def _check_plate(msg: dict) -> None:
+    size, subsample_size = msg["args"]
+    if subsample_size is not None and subsample_size > size:
+        message = (
+            f"Plate {msg['name']!r} has size {size}, smaller than its subsample of {subsample_size} rows. "
+            "Pass the number of rows of the whole data set as the plate's size (`num_data`)."
+        )
+        raise ValueError(message)
+
+
 def _size_is_missing(error: TypeError) -> bool:
     frame = error.__traceback__
     while frame is not None:
@@ -204,13 +211,43 @@ def _size_is_missing(error: TypeError) -> bool:
     return False
 
 
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Says what a plate without a size needs, in the place of the error from inside NumPyro."""
+    try:
+        yield
+    except TypeError as error:
+        if not _size_is_missing(error):
+            raise
+        msg = (
+            "A plate of the model was given the size None. It needs N, the number of rows of the whole data set: "
+            "pass it to the model (`num_data=N`), or use the number of rows of the batch when that is all there is."
+        )
+        raise ValueError(msg) from error
+
+
+def _param(name: str, init: Any, predicting: bool) -> Any:
+    """A parameter; a prediction must be given its value, since at its initial value it would be that of the prior."""
+
+    def missing(rng_key: Array) -> Any:
+        del rng_key
+        msg = (
+            f"The parameter {name!r} has no value to predict with. Pass all fitted parameters, `result.params` of "
+            "`SVI.run` or `svi.get_params(state)`, of a guide with the same `prefix` and the same names of sites."
+        )
+        raise ValueError(msg)
+
+    return numpyro.param(name, missing if predicting else init)
+
+
 def _make_base(base: Any, model: Callable, prefix: str) -> Callable:
     factory = base.func if isinstance(base, functools.partial) else base
     if isinstance(factory, type) and issubclass(factory, AutoGuide):
         return base(model, prefix=prefix)
-    if callable(base):
+    if callable(base) and not isinstance(factory, type):
         return base
-    msg = f"`base` must be an autoguide class or a guide, got {type(base).__name__}. `AutoNormal` is the default."
+    got = f"the class {factory.__name__}" if isinstance(factory, type) else type(base).__name__
+    msg = f"`base` must be an autoguide class or a guide, got {got}. `AutoNormal` is the default."
     raise TypeError(msg)
 
 
@@ -250,7 +287,7 @@ class AbstractAutoSparseGP(AutoGuide):
         def hides(msg: dict) -> bool:
             return msg["type"] == "sample" and not msg["infer"].get("is_auxiliary")
 
-        with handlers.block(hide_fn=hides), handlers.trace() as base_trace:
+        with _explained(), handlers.block(hide_fn=hides), handlers.trace() as base_trace:
             self.base(*args, **kwargs)
         return base_trace
 
@@ -258,33 +295,24 @@ class AbstractAutoSparseGP(AutoGuide):
         """Which latents are the base guide's: found where the data are given, and remembered among the parameters."""
         found: tuple[str, ...] = ()
         if not predicting:
-            with handlers.block(), handlers.trace() as trace:
+            with _explained(), handlers.block(), handlers.trace() as trace:
                 self._model_for_base(*args, **kwargs)
             found = tuple(name for name, site in trace.items() if site["type"] == "sample" and not site["is_observed"])
-        return numpyro.param(f"{self.prefix}_latents", LatentNames(found)).names
+        return _param(f"{self.prefix}_latents", LatentNames(found), predicting).names
 
     def _run_model(
         self, base_trace: dict[str, dict], predicting: bool, args: tuple, kwargs: dict
     ) -> tuple[dict[str, dict], dict[str, SparsePosterior]]:
         def posterior(site: str, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
             def param(symbol: str, init: Any) -> Any:
-                return numpyro.param(f"{site}_{self.prefix}_{symbol}", init)
+                return _param(f"{site}_{self.prefix}_{symbol}", init, predicting)
 
             moments = self.family(site).moments(param, prior, batch_shape)
             return SparsePosterior(prior, moments, batch_shape, joint=predicting)
 
         swap = _SwapGaussianProcesses(base_trace, posterior, predicting)
-        try:
-            with handlers.trace() as trace, handlers.block(hide_fn=swap.hides), swap:
-                self.model(*args, **kwargs)
-        except TypeError as error:
-            if _size_is_missing(error):
-                msg = (
-                    "A plate of the model was given the size None. It needs N, the number of rows of the whole data set: "
-                    "pass it to the model (`num_data=N`), or use the number of rows of the batch when that is all there is."
-                )
-                raise ValueError(msg) from error
-            raise
+        with _explained(), handlers.trace() as trace, handlers.block(hide_fn=swap.hides), swap:
+            self.model(*args, **kwargs)
         if not swap.gp_sites:
             msg = (
                 "The model has no `GaussianProcess` site to approximate. Write "
@@ -421,6 +449,7 @@ class AutoSparseGP(AbstractAutoSparseGP):
         prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
 
     Raises:
+        TypeError: `families` that are not posterior families.
         ValueError: a GP site without a family, or a family without a site (when the guide is first run).
     """
 
@@ -432,6 +461,13 @@ class AutoSparseGP(AbstractAutoSparseGP):
         base: Any = AutoNormal,
         prefix: str = "auto",
     ) -> None:
+        for value in families.values() if isinstance(families, Mapping) else (families,):
+            if not isinstance(value, AbstractPosteriorFamily):
+                msg = (
+                    f"`families` must be a posterior family or a dict of them by site, got {type(value).__name__}. "
+                    "For inducing inputs Z write numpyro_sgp.Whitened(Z) or numpyro_sgp.Dual(Z)."
+                )
+                raise TypeError(msg)
         self.families = families
         super().__init__(model, base=base, prefix=prefix)
 

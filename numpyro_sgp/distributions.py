@@ -37,7 +37,7 @@ def _check_inputs(X: ArrayLike) -> Array:
 def _prior_mean(mean: ArrayLike | Callable, X: Array) -> Array:
     value = jnp.asarray(mean(X) if callable(mean) else mean)
     N = X.shape[-2]
-    if value.ndim > 0 and value.shape[-1] not in (1, N):
+    if value.ndim > 0 and value.shape[-1] != N:
         kind = "`mean(X)`" if callable(mean) else "`mean`"
         msg = f"{kind} must be a scalar or have shape (N,) = ({N},), got {value.shape}. Squeeze or index it to one value for each row of X."
         raise ValueError(msg)

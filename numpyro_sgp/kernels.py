@@ -1,12 +1,14 @@
 """Kernels: covariance functions as JAX pytrees.
 
-A kernel is any pytree with the calling convention of tinygp: `k(X)` is the diagonal, (..., N), and `k(X, Z)` the matrix,
-(..., N, M). The classes here and every tinygp kernel are kernels, and the two can be added and multiplied.
+A kernel is any pytree with the calling convention of tinygp: `k(X)` is the diagonal, (..., N), and `k(X, Z)` the
+matrix, (..., N, M). The classes here and every tinygp kernel are kernels, and the two can be added and multiplied.
 
 Shapes. Inputs are (N, D), with leading axes for a batch of input sets. Hyperparameters with leading axes are a batch of
-kernels: one number for each kernel (`variance`, `alpha`, `offset`) has the shape of the batch; one number for each input column
-(`lengthscale`, `period`, the `variance` of `Linear` and `Polynomial`) is a scalar or (D,) for one kernel and batch + (1,)
-or batch + (D,) for a batch, so C isotropic kernels have `lengthscale` (C, 1). All batches broadcast.
+kernels; all batches broadcast.
+
+* One number for each kernel (`variance`, `alpha`, `offset`) has the shape of the batch.
+* One number for each input column (`lengthscale`, `period`, the `variance` of `Linear` and `Polynomial`) is a scalar or
+  (D,) for one kernel, and batch + (1,) or batch + (D,) for a batch: C isotropic kernels have `lengthscale` (C, 1).
 
 Values follow the promoted dtype of inputs and hyperparameters; a Python float adapts to the inputs.
 """
@@ -17,7 +19,7 @@ import dataclasses
 import math
 import operator
 import types
-from typing import Any, final
+from typing import Any, cast, final
 
 import jax
 from jax import Array, lax
@@ -46,11 +48,11 @@ __all__ = [
     "White",
 ]
 
-# Up to this width the sum of squared differences is one fused loop as fast as the matrix product, and free of cancellation
-# (measured on a CPU at 1000 × 1000: equal at D = 2, twice slower at D = 8).
+# Up to this width the sum of squared differences is one fused loop as fast as the matrix product, and free of
+# cancellation (measured on a CPU at 1000 × 1000: equal at D = 2, twice slower at D = 8).
 _DIRECT_WIDTH = 3
 
-# Columns that one pass over the (N, M) comparison of rows takes together; the value only trades compile time for memory traffic.
+# Columns compared in one pass over the (N, M) table of equal rows: trades compile time for memory traffic, no more.
 _COLUMNS_PER_PASS = 8
 
 
@@ -66,20 +68,39 @@ def _check_columns(name: str, value: ArrayLike, X: Array) -> None:
     shape, D = jnp.shape(value), X.shape[-1]
     if shape and shape[-1] not in (1, D):
         msg = (
-            f"`{name}` has shape {shape}, but its last axis must be 1 or D = {D}, the columns of `X` of shape {X.shape}. "
+            f"`{name}` has shape {shape}, but its last axis must be 1 or D = {D}, the width of `X` of shape {X.shape}. "
             f"Use a scalar or ({D},) for one kernel; C isotropic kernels need shape (C, 1), here {(*shape, 1)}."
         )
         raise ValueError(msg)
 
 
-def _expand(value: ArrayLike, *axes: int) -> ArrayLike:
+def _expand(value: Any, *axes: int) -> Any:
     """New axes for an array; a scalar broadcasts as it is and, when a Python float, keeps adapting to any dtype."""
     return value if jnp.ndim(value) == 0 else jnp.expand_dims(value, axes)
+
+
+def _aligned(*values: Any) -> Any:
+    """Arrays with leading axes of size one up to a common rank, which `jax_numpy_rank_promotion="raise"` asks for."""
+    rank = max(jnp.ndim(value) for value in values)
+    return tuple(_expand(value, *range(rank - jnp.ndim(value))) for value in values)
+
+
+def _add(a: Any, b: Any) -> Array:
+    return operator.add(*_aligned(a, b))
+
+
+def _multiply(a: Any, b: Any) -> Array:
+    return operator.mul(*_aligned(a, b))
+
+
+def _divide(a: Any, b: Any) -> Array:
+    return operator.truediv(*_aligned(a, b))
 
 
 def _centred(X: Array, Z: Array) -> tuple[Array, Array]:
     # Stationary kernels do not change when both inputs are shifted, so the shift needs no derivative; the products that
     # follow would otherwise cancel |x|² against 2 xᵀz. Rows with NaN must not spread to the others.
+    X, Z = _aligned(X, Z)
     centre = jnp.nanmean(lax.stop_gradient(Z), axis=-2, keepdims=True)
     return X - centre, Z - centre
 
@@ -97,8 +118,8 @@ def _squared_distance(X: Array, Z: Array) -> Array:
         return sum(columns, start=next(columns))
     norms = jnp.sum(X * X, axis=-1)[..., :, None] + jnp.sum(Z * Z, axis=-1)[..., None, :]
     r2 = norms - 2.0 * matmul(X, _transposed(Z))
-    # Rounding leaves equal rows at up to 0.7 √D ε (|x|² + |z|²), measured for D = 4 to 3000: below three times that is zero.
-    # Without it the square root in a Matérn-1/2 kernel turns 1e-7 into 3e-4.
+    # Rounding leaves equal rows at up to 0.7 √D ε (|x|² + |z|²), measured for D = 4 to 3000: below three times that is
+    # zero. Without it the square root in a Matérn-1/2 kernel turns 1e-7 into 3e-4.
     rounding = 2.0 * math.sqrt(D) * float(jnp.finfo(r2.dtype).eps)
     return jnp.where(r2 <= rounding * norms, 0.0, r2)
 
@@ -112,8 +133,8 @@ def _squared_distance_jvp(primals: tuple[Array, Array], tangents: tuple[Array, A
     return _squared_distance(X, Z), 2.0 * (own - cross)
 
 
-# Matérn profiles as functions of q = a², a = √(2ν) r, with the derivatives d/dq. Autodiff through √q has an infinite factor at
-# q = 0 that the true derivatives of the smooth profiles do not have.
+# Matérn profiles as functions of q = a², a = √(2ν) r, with their derivatives d/dq. Autodiff through √q has an infinite
+# factor at q = 0 that the true derivatives of the smooth profiles do not have.
 
 
 @jax.custom_jvp
@@ -161,8 +182,8 @@ class Kernel(ABC):
     """A covariance function k(x, z) = Cov(f(x), f(z)).
 
     Kernels add and multiply with each other, with numbers, and with any other callable that follows the convention. In
-    `other + kernel` Python asks `other` first: a tinygp kernel on the left takes the operation and fails, so put it on the
-    right or write `Sum(other, kernel)`.
+    `other + kernel` Python asks `other` first: a tinygp kernel on the left takes the operation and makes a kernel that
+    fails when called, so put it on the right or write `Sum(other, kernel)`.
     """
 
     # Without this NumPy scalars and arrays on the left of an operator would loop over the kernel as an object.
@@ -176,7 +197,7 @@ class Kernel(ABC):
             Z: inputs, (..., M, D).
 
         Raises:
-            ValueError: inputs that are not (..., N, D), two inputs of different width, or a hyperparameter of another width.
+            ValueError: inputs that are not (..., N, D), or a second input or hyperparameter of another width.
         """
         if Z is None:
             return self._diagonal(_as_inputs(X, "X"))
@@ -243,17 +264,18 @@ class Stationary(Kernel):
     def _diagonal(self, X: Array) -> Array:
         _check_columns("lengthscale", self.lengthscale, X)
         r2 = _zero_distance(X, self.lengthscale)
-        return (_expand(self.variance, -2, -1) * self.correlation(r2))[..., 0]
+        return _multiply(_expand(self.variance, -2, -1), self.correlation(r2))[..., 0]
 
     def _matrix(self, X: Array, Z: Array) -> Array:
         _check_columns("lengthscale", self.lengthscale, X)
         lengthscale = _expand(self.lengthscale, -2)
         X, Z = _centred(X, Z)
-        return _expand(self.variance, -2, -1) * self.correlation(_squared_distance(X / lengthscale, Z / lengthscale))
+        r2 = _squared_distance(_divide(X, lengthscale), _divide(Z, lengthscale))
+        return _multiply(_expand(self.variance, -2, -1), self.correlation(r2))
 
 
 def _zero_distance(X: Array, *columns: ArrayLike) -> Array:
-    """The distance of each row to itself as a (..., N, 1) matrix, in the batch and dtype of inputs and hyperparameters."""
+    """The distance of each row to itself, (..., N, 1), in the batch and dtype of inputs and hyperparameters."""
     batch = jnp.broadcast_shapes(X.shape[:-2], *(jnp.shape(column)[:-1] for column in columns))
     return jnp.zeros((*batch, X.shape[-2], 1), jnp.result_type(X, *columns))
 
@@ -368,7 +390,7 @@ class RationalQuadratic(Stationary):
     alpha: ArrayLike = 1.0
 
     def correlation(self, r2: Array) -> Array:
-        alpha = _expand(self.alpha, -2, -1)
+        alpha, r2 = _aligned(_expand(self.alpha, -2, -1), r2)
         # log1p, because 1 + r²/2α rounds to 1 for large α.
         return jnp.exp(-alpha * jnp.log1p(0.5 * r2 / alpha))
 
@@ -379,8 +401,8 @@ class RationalQuadratic(Stationary):
 class Periodic(Kernel):
     """k(x, z) = σ_f² exp(−2 Σ_d sin²(π (x_d − z_d) / p_d) / ℓ_d²): functions of period p.
 
-    It is the squared exponential kernel of the features (cos(2πx_d/p_d), sin(2πx_d/p_d)), so ℓ is a distance on the unit
-    circle and not in units of X.
+    It is the squared exponential kernel of the features (cos(2πx_d/p_d), sin(2πx_d/p_d)), so ℓ is a distance on the
+    unit circle and not in units of X.
 
     Args:
         lengthscale: ℓ, without unit; scalar, (D,), or batch + (1,) or (D,).
@@ -401,19 +423,19 @@ class Periodic(Kernel):
     def _diagonal(self, X: Array) -> Array:
         self._check(X)
         ones = jnp.exp(_zero_distance(X, self.lengthscale, self.period))
-        return (_expand(self.variance, -2, -1) * ones)[..., 0]
+        return _multiply(_expand(self.variance, -2, -1), ones)[..., 0]
 
     def _matrix(self, X: Array, Z: Array) -> Array:
         self._check(X)
         X, Z = _centred(X, Z)
         # |φ(x) − φ(z)|² = Σ_d (2 − 2 cos(θ_d − θ'_d)) / ℓ_d² = 4 Σ_d sin²((θ_d − θ'_d)/2) / ℓ_d²
         r2 = _squared_distance(self._features(X), self._features(Z))
-        return _expand(self.variance, -2, -1) * jnp.exp(-0.5 * r2)
+        return _multiply(_expand(self.variance, -2, -1), jnp.exp(-0.5 * r2))
 
     def _features(self, X: Array) -> Array:
-        theta = (2.0 * math.pi) * X / _expand(self.period, -2)
+        theta = _divide((2.0 * math.pi) * X, _expand(self.period, -2))
         lengthscale = _expand(self.lengthscale, -2)
-        return jnp.concatenate([jnp.cos(theta) / lengthscale, jnp.sin(theta) / lengthscale], axis=-1)
+        return jnp.concatenate([_divide(jnp.cos(theta), lengthscale), _divide(jnp.sin(theta), lengthscale)], axis=-1)
 
 
 @final
@@ -432,12 +454,11 @@ class Linear(Kernel):
 
     def _diagonal(self, X: Array) -> Array:
         _check_columns("variance", self.variance, X)
-        return jnp.sum(X * _expand(self.variance, -2) * X, axis=-1)
+        return jnp.sum(_multiply(X * X, _expand(self.variance, -2)), axis=-1)
 
     def _matrix(self, X: Array, Z: Array) -> Array:
         _check_columns("variance", self.variance, X)
-        scaled = X * _expand(self.variance, -2)
-        return matmul(scaled, _transposed(Z).astype(scaled.dtype))
+        return matmul(_multiply(X, _expand(self.variance, -2)), _transposed(Z))
 
 
 @final
@@ -471,10 +492,10 @@ class Polynomial(Kernel):
             raise ValueError(msg)
 
     def _diagonal(self, X: Array) -> Array:
-        return (Linear(self.variance)(X) + _expand(self.offset, -1)) ** self.degree
+        return _add(Linear(self.variance)(X), _expand(self.offset, -1)) ** self.degree
 
     def _matrix(self, X: Array, Z: Array) -> Array:
-        return (Linear(self.variance)(X, Z) + _expand(self.offset, -2, -1)) ** self.degree
+        return _add(Linear(self.variance)(X, Z), _expand(self.offset, -2, -1)) ** self.degree
 
 
 @final
@@ -506,8 +527,8 @@ class Constant(Kernel):
 class White(Kernel):
     """k(x, z) = σ² 1[x = z]: an independent value at each input, the same one at exactly equal inputs.
 
-    Repeated rows share their value, so this is not observation noise for repeated measurements: put that in the likelihood.
-    A row with NaN is equal to nothing and unequal to nothing, so its covariances are NaN.
+    Repeated rows share their value, so this is not observation noise for repeated measurements: put that in the
+    likelihood. Whether a row with NaN equals another is unknown, so its covariances are NaN.
 
     Args:
         variance: σ² in units of f²; shape of the batch.
@@ -519,8 +540,11 @@ class White(Kernel):
         return Constant(self.variance)(X)
 
     def _matrix(self, X: Array, Z: Array) -> Array:
-        K = jnp.where(_equal_rows(X, Z), Constant(self.variance)(X, Z), 0.0)
+        X, Z = _aligned(X, Z)
+        equal, variance = _aligned(_equal_rows(X, Z), Constant(self.variance)(X, Z))
+        K = jnp.where(equal, variance, 0.0)
         unknown = jnp.isnan(X).any(axis=-1)[..., :, None] | jnp.isnan(Z).any(axis=-1)[..., None, :]
+        unknown, K = _aligned(unknown, K)
         return jnp.where(unknown, jnp.nan, K)
 
 
@@ -552,10 +576,10 @@ class Sum(Kernel):
     right: Callable
 
     def _diagonal(self, X: Array) -> Array:
-        return self.left(X) + self.right(X)
+        return _add(self.left(X), self.right(X))
 
     def _matrix(self, X: Array, Z: Array) -> Array:
-        return self.left(X, Z) + self.right(X, Z)
+        return _add(self.left(X, Z), self.right(X, Z))
 
 
 @final
@@ -573,20 +597,20 @@ class Product(Kernel):
     right: Callable
 
     def _diagonal(self, X: Array) -> Array:
-        return self.left(X) * self.right(X)
+        return _multiply(self.left(X), self.right(X))
 
     def _matrix(self, X: Array, Z: Array) -> Array:
-        return self.left(X, Z) * self.right(X, Z)
+        return _multiply(self.left(X, Z), self.right(X, Z))
 
 
 class _Static:
-    """What is not an array in a pytree, compared by identity of the leaves, and by value for numbers, texts and bound methods."""
+    """The leaves of a pytree that are not arrays, compared by identity; integers, texts and bound methods by value."""
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
 
     def _key(self) -> tuple:
-        # Bound methods and literals are new objects at each use; everything else could define an `==` that is not a bool.
+        # Bound methods and literals are new objects at each use; any other object may have an `==` that is not a bool.
         by_value = (int, str, bytes, types.MethodType)
         leaves, structure = jax.tree.flatten(self.tree)
         return structure, tuple((type(leaf), leaf) if isinstance(leaf, by_value) else id(leaf) for leaf in leaves)
@@ -603,9 +627,10 @@ class _Static:
 class PytreeFunction:
     """A callable as a pytree: its arrays and Python floats are children, everything else is static.
 
-    A plain function is one static leaf compared by identity, and may close over traced values. It crosses `grad`, `vmap`,
-    `scan` and `jit`, but a `jit` that takes it as an argument compiles again for each new function object. A callable pytree (an Equinox module,
-    `jax.tree_util.Partial(fn, params)`) shows its arrays to JAX and does not.
+    A plain function is one static leaf compared by identity, and may close over traced values. It goes into `jit`,
+    `grad`, `vmap` and `scan`, but each new function object is compiled again, what it closes over has no gradient as a
+    part of the kernel, and a traced value in it must not leave its trace with it. A callable pytree (an Equinox module,
+    `jax.tree_util.Partial(fn, params)`) shows its arrays to JAX and has none of these limits.
     """
 
     arrays: Any
@@ -645,15 +670,16 @@ class Warp(Kernel):
 
     Args:
         kernel: k₀, any kernel on D' columns.
-        fn: φ for all rows at once, (N, D) -> (N, D'). A function that may close over sampled or traced values, or a callable
-            pytree, whose arrays then are leaves of the kernel; `PytreeFunction` says what crosses a `jit` boundary. Inputs
-            with leading axes are mapped over.
+        fn: φ for all rows at once, (N, D) -> (N, D'). A function, which may close over sampled or traced values, or a
+            callable pytree, whose arrays are then leaves of the kernel. A plain function is static, compared by
+            identity: a kernel with a new lambda is compiled again by each `jit` it is an argument of, while
+            `jax.tree_util.Partial(fn, params)` is not. Leading axes of the inputs are mapped over.
 
     Raises:
         ValueError: `fn` does not return N rows.
 
-    References: MacKay (1998), "Introduction to Gaussian processes"; Wilson, Hu, Salakhutdinov & Xing (2016), "Deep kernel
-    learning".
+    References: MacKay (1998), "Introduction to Gaussian processes"; Wilson, Hu, Salakhutdinov & Xing (2016), "Deep
+    kernel learning".
     """
 
     kernel: Callable
@@ -678,8 +704,9 @@ class Warp(Kernel):
         if shape is None or len(shape) < X.ndim or shape[-2] != X.shape[-2]:
             got = f"a {type(features).__name__}" if shape is None else f"shape {shape}"
             msg = (
-                f"`fn` must map inputs (N, D) to features (N, D'), but for inputs of shape {X.shape} it returned {got}. "
-                "Return one row for each row of the inputs; for a function of one row use jax.vmap(fn), for one feature fn(X)[:, None]."
+                f"`fn` must map inputs (N, D) to features (N, D'), but for inputs of shape {X.shape} it gave {got}. "
+                "Return one row for each row of the inputs: jax.vmap(fn) if `fn` takes one row, fn(X)[:, None] if it "
+                "returns one number a row."
             )
             raise ValueError(msg)
         return features
@@ -701,7 +728,7 @@ class Select(Kernel):
 
     Args:
         kernel: k₀, any kernel on that many columns.
-        dims: column numbers, as a sequence of Python integers, one integer, or a slice. Negative numbers count from the end.
+        dims: column numbers: a sequence of integers, one integer, or a slice; negative numbers count from the end.
 
     Raises:
         TypeError: `dims` that are not integers.
@@ -719,7 +746,7 @@ class Select(Kernel):
         elif not isinstance(dims, _Slice):
             numbers = dims if np.iterable(dims) else (dims,)
             if any(isinstance(number, bool | np.bool_) for number in numbers):
-                msg = f"`dims` must be column numbers or a slice, got {dims!r}. For a mask use dims=tuple(np.flatnonzero(mask))."
+                msg = f"`dims` must be column numbers or a slice, got {dims!r}. For a mask use np.flatnonzero(mask)."
                 raise TypeError(msg)
             try:
                 dims = tuple(operator.index(number) for number in numbers)
@@ -738,9 +765,9 @@ class Select(Kernel):
     def _columns(self, X: Array) -> Array:
         D, dims = X.shape[-1], self.dims
         if isinstance(dims, _Slice):
-            columns = range(D)[slice(dims.start, dims.stop, dims.step)]
+            columns = tuple(range(D)[slice(dims.start, dims.stop, dims.step)])
         else:
-            columns = dims
+            columns = cast("tuple[int, ...]", dims)
         if not columns or any(not -D <= column < D for column in columns):
             msg = (
                 f"`dims` must name at least one of the D = {D} columns of `X` of shape {X.shape}, got {dims}. "

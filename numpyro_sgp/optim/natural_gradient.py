@@ -46,7 +46,14 @@ def num_refused(state: Any) -> Array:
         state: an `SVIState`, or the optimizer state in it.
     """
     optim_state = getattr(state, "optim_state", state)
-    return optim_state[1].refused
+    inner = optim_state[1] if isinstance(optim_state, tuple) and len(optim_state) == 2 else optim_state
+    if not isinstance(inner, NaturalGradientState):
+        msg = (
+            f"`state` must come from `NaturalGradient`, got one with a {type(inner).__name__}. "
+            "Pass `result.state` of `SVI.run`, or the state that `SVI.update` returned."
+        )
+        raise TypeError(msg)
+    return inner.refused
 
 
 def _split(params: Params) -> tuple[dict[str, AbstractSites], Params]:
@@ -99,8 +106,12 @@ class NaturalGradient(_NumPyroOptim):
         floor: float | None = 0.0,
     ) -> None:
         first = step_size(0) if callable(step_size) else step_size
-        if not 0.0 < float(first) <= 1.0:
-            msg = f"`step_size` must lie in (0, 1], got {first}. 1 is a full step; use 0.1 or less on small minibatches."
+        try:
+            in_range = 0.0 < float(first) <= 1.0
+        except (TypeError, ValueError):
+            in_range = False
+        if not in_range:
+            msg = f"`step_size` must lie in (0, 1], got {first!r}. 1 is a full step; use 0.1 or less on small minibatches."
             raise ValueError(msg)
         others = optax.adam(1e-2) if others is None else others
         if not isinstance(others, optax.GradientTransformation):

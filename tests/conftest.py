@@ -1,0 +1,28 @@
+"""Fixtures for all tests."""
+
+import jax
+import pytest
+
+import numpyro_sgp  # noqa: F401
+
+_ARRAYS_AFTER_IMPORT = len(jax.live_arrays())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_array_at_import():
+    # An array made at import would fix the device and the dtype before the user can choose them.
+    assert _ARRAYS_AFTER_IMPORT == 0, f"`import numpyro_sgp` made {_ARRAYS_AFTER_IMPORT} arrays"
+
+
+@pytest.fixture
+def x64():
+    """float64 for one test."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def strict_promotion():
+    """No implicit promotion of dtype or rank, for one test of modules without NumPyro (which relies on both)."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield

@@ -1,0 +1,66 @@
+"""The table of guides that every test of models runs through, and parameters at which nothing is special."""
+
+import jax
+import numpy as np
+from numpyro.infer import SVI
+import optax
+
+import numpyro_sgp as sgp
+from numpyro_sgp.sites import DatumSites, TiedSites
+
+# Constructors `(model, inducing, **options) -> guide`.
+GUIDES = {
+    "whitened": lambda model, Z, **options: sgp.AutoSVGP(model, Z, **options),
+    "unwhitened": lambda model, Z, **options: sgp.AutoSVGP(model, Z, whiten=False, **options),
+    "natural": lambda model, Z, **options: sgp.AutoSVGP(model, Z, natural=True, **options),
+    "tied": lambda model, Z, **options: sgp.AutoTSVGP(model, Z, **options),
+    "tied_covariance": lambda model, Z, **options: sgp.AutoTSVGP(model, Z, tie="covariance", **options),
+    "per_datum": lambda model, Z, **options: sgp.AutoTSVGP(model, Z, sites="per_datum", **options),
+    "dense": lambda model, Z, **options: sgp.AutoTSVGP(
+        model, {site: None for site in Z} if isinstance(Z, dict) else None, **options
+    ),
+}
+MINIBATCH = ["whitened", "unwhitened", "natural", "tied", "tied_covariance"]
+ONE_SITE_A_ROW = ["per_datum", "dense"]
+NATURAL = ["natural", "tied", "tied_covariance", "per_datum", "dense"]
+
+
+def optimizer(guide_name, step_size=0.5, learning_rate=1e-2):
+    """What a user takes for that guide."""
+    others = optax.adam(learning_rate)
+    return sgp.NaturalGradient(step_size, others=others) if guide_name in NATURAL else others
+
+
+def initial_parameters(model, guide, *args, **kwargs):
+    """Parameters, constrained, as `SVI.init` makes them."""
+    svi = SVI(model, guide, optax.sgd(0.0), sgp.QuadratureELBO())
+    return svi.get_params(svi.init(jax.random.key(0), *args, **kwargs))
+
+
+def arbitrary_parameters(model, guide, *args, seed=0, **kwargs):
+    """Parameters with the posterior of every GP site moved to an arbitrary place away from the prior."""
+    rng = np.random.default_rng(seed)
+
+    def normal(value):
+        return rng.normal(size=value.shape).astype(value.dtype)
+
+    def moved(name, value):
+        if name.endswith("_m"):
+            return normal(value)
+        if name.endswith("_S_sqrt"):
+            return value + 0.3 * np.tril(normal(value))
+        if isinstance(value, TiedSites):
+            root = normal(value.Lambda2)
+            return TiedSites(normal(value.lambda1), root @ np.swapaxes(root, -1, -2), value.anchor)
+        if isinstance(value, DatumSites):
+            return DatumSites(normal(value.lambda1), np.square(normal(value.Lambda2)), value.X)
+        return value
+
+    params = initial_parameters(model, guide, *args, **kwargs)
+    return {name: moved(name, value) for name, value in params.items()}
+
+
+def loss_at(params, model, guide, *args, key=0, loss=None, **kwargs):
+    """The loss at given parameters."""
+    loss = sgp.QuadratureELBO() if loss is None else loss
+    return loss.loss(jax.random.key(key), params, model, guide, *args, **kwargs)
