@@ -307,7 +307,11 @@ class AbstractAutoSparseGP(AutoGuide):
             def param(symbol: str, init: Any) -> Any:
                 return _param(f"{site}_{self.prefix}_{symbol}", init, predicting)
 
-            moments = self.family(site).moments(param, prior, batch_shape)
+            try:
+                moments = self.family(site).moments(param, prior, batch_shape)
+            except (TypeError, ValueError) as error:
+                error.add_note(f"This was at the GP site {site!r}.")
+                raise
             return SparsePosterior(prior, moments, batch_shape, joint=predicting)
 
         swap = _SwapGaussianProcesses(base_trace, posterior, predicting)

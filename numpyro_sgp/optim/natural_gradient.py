@@ -107,7 +107,7 @@ class NaturalGradient(_NumPyroOptim):
     ) -> None:
         first = step_size(0) if callable(step_size) else step_size
         try:
-            in_range = 0.0 < float(first) <= 1.0
+            in_range = bool(0.0 < first <= 1.0)
         except (TypeError, ValueError):
             in_range = False
         if not in_range:

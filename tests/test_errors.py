@@ -1,0 +1,379 @@
+"""Mistakes of users: each error names the argument, says what came, what is needed and what to do."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.testing import assert_allclose
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import SVI, Predictive, Trace_ELBO
+from numpyro.infer.autoguide import AutoDelta, AutoNormal
+import optax
+import pytest
+
+from guides import initial_parameters, loss_at
+import numpyro_sgp as sgp
+from numpyro_sgp.kernels import Matern52
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+N, M, D = 7, 5, 2
+RNG = np.random.default_rng(30)
+X, Z, y = RNG.normal(size=(N, D)), RNG.normal(size=(M, D)), RNG.normal(size=N)
+KERNEL = Matern52(1.0)
+
+
+def model(X, y=None, num_data=N):
+    f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))
+    with numpyro.plate("data", num_data, subsample_size=X.shape[0]):
+        numpyro.sample("y", dist.Normal(f, 0.7), obs=y)
+
+
+def with_noise(X, y=None, num_data=N):
+    noise = numpyro.sample("noise", dist.LogNormal(0.0, 1.0))
+    f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))
+    with numpyro.plate("data", num_data, subsample_size=X.shape[0]):
+        numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+def two_widths(X, y=None):
+    f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))
+    g = numpyro.sample("g", sgp.GaussianProcess(KERNEL, X[:, :1]))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(f + g, 0.7), obs=y)
+
+
+def without_gp(X, y=None):
+    intercept = numpyro.sample("intercept", dist.Normal(0.0, 1.0))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(intercept, 0.7), obs=y)
+
+
+def gp_inside_a_subsampled_plate(X, y=None):
+    with numpyro.plate("data", 100, subsample_size=X.shape[0]):
+        f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))
+        numpyro.sample("y", dist.Normal(f, 0.7), obs=y)
+
+
+def start(model, guide, *args, optim=None, loss=None, **kwargs):
+    optim = optax.adam(1e-2) if optim is None else optim
+    svi = SVI(model, guide, optim, sgp.QuadratureELBO() if loss is None else loss)
+    return svi, svi.init(jax.random.key(0), *args, **kwargs)
+
+
+def step(*args, **kwargs):
+    svi, state = start(*args, **kwargs)
+    data = [value for value in args[2:]]
+    return svi.update(state, *data)
+
+
+def with_nan(A):
+    return np.where(np.arange(A.size).reshape(A.shape) == 3, np.nan, A)
+
+
+def says(*parts):
+    """A pattern that holds all parts, in this order."""
+    return "(?s)" + ".*".join(re.escape(part) for part in parts)
+
+
+TSVGP, SVGP = sgp.AutoTSVGP, sgp.AutoSVGP
+
+
+def per_datum_at_other_shape():
+    svi, state = start(model, TSVGP(model, Z, sites="per_datum"), X, y, optim=sgp.NaturalGradient())
+    svi.update(state, X[:3], y[:3])
+
+
+def dense_at_other_shape():
+    svi, state = start(model, TSVGP(model, None), X, y, optim=sgp.NaturalGradient())
+    svi.update(state, X[:3], y[:3])
+
+
+def predict_at_other_width(guide):
+    guide.posterior(jax.random.key(0), initial_parameters(model, guide, X, y), X[:, :1])
+
+
+def predict_without_parameters(missing):
+    guide = TSVGP(with_noise, Z)
+    params = initial_parameters(with_noise, guide, X, y)
+    del params[missing]
+    Predictive(with_noise, guide=guide, params=params, num_samples=2)(jax.random.key(0), X)
+
+
+# By id: what the user does, the error's type, and the parts of its message: the argument, what came, what to do.
+MISTAKES = {
+    # Inputs of the prior.
+    "X of one dimension": (
+        lambda: sgp.GaussianProcess(KERNEL, X[:, 0]), ValueError, ("`X`", "(N, D)", "got (7,)", "X[:, None]"),
+    ),
+    "X of one dimension in a model": (
+        lambda: step(model, TSVGP(model, Z), X[:, 0], y), ValueError, ("`X`", "(N, D)", "got (7,)", "X[:, None]"),
+    ),
+    "NaN in X": (
+        lambda: sgp.GaussianProcess(KERNEL, with_nan(X)), ValueError, ("`X`", "(7, 2)", "NaN in 1 rows", "Drop or impute"),
+    ),
+    "NaN in X in a model": (
+        lambda: step(model, TSVGP(model, Z), with_nan(X), y), ValueError, ("`X`", "NaN in 1 rows", "Drop or impute"),
+    ),
+    "kernel not callable": (
+        lambda: sgp.GaussianProcess(1.0, X), TypeError, ("`kernel`", "k(X, Z)", "got float", "numpyro_sgp.kernels"),
+    ),
+    "mean of wrong length": (
+        lambda: sgp.GaussianProcess(KERNEL, X, np.zeros(5)), ValueError, ("`mean`", "(7,)", "got (5,)", "for each row of X"),
+    ),
+    "mean with a column axis": (
+        lambda: sgp.GaussianProcess(KERNEL, X, np.zeros((N, 1))), ValueError, ("`mean`", "(7,)", "got (7, 1)", "Squeeze"),
+    ),
+    "mean function of wrong shape": (
+        lambda: sgp.GaussianProcess(KERNEL, X, lambda x: x), ValueError, ("`mean(X)`", "(7,)", "got (7, 2)", "Squeeze"),
+    ),
+    "negative jitter": (
+        lambda: sgp.GaussianProcess(KERNEL, X, jitter=-1e-6), ValueError, ("`jitter`", "negative", "got -1e-06", "default"),
+    ),
+    # Inducing inputs.
+    "inducing of one dimension": (
+        lambda: step(model, TSVGP(model, Z[:, 0]), X, y), ValueError, ("`inducing`", "(M, D)", "got (5,)", "Z[:, None]"),
+    ),
+    "inducing without rows": (
+        lambda: step(model, TSVGP(model, Z[:0]), X, y), ValueError, ("`inducing`", "M ≥ 1", "got (0, 2)"),
+    ),
+    "inducing of another width": (
+        lambda: step(model, TSVGP(model, Z[:, :1]), X, y),
+        ValueError,
+        ("`inducing` has 1 columns", "`X` has shape (7, 2)", "with 2 columns"),
+    ),
+    "inducing made by a function, of another width": (
+        lambda: step(model, SVGP(model, lambda kernel, X, key: X[:, :1]), X, y),
+        ValueError,
+        ("`inducing` has 1 columns", "`X` has shape (7, 2)", "with 2 columns"),
+    ),
+    "NaN in inducing": (
+        lambda: step(model, TSVGP(model, with_nan(Z)), X, y), ValueError, ("`inducing`", "(5, 2)", "NaN", "Drop or impute"),
+    ),
+    "two sites share an inducing object of different widths": (
+        lambda: step(two_widths, TSVGP(two_widths, sgp.InducingPoints(jnp.asarray(Z))), X, y),
+        ValueError,
+        ("`inducing` has 2 columns", "`X` has shape (7, 1)", "dict by site", "GP site 'g'"),
+    ),
+    "dict of inducing lacks a site": (
+        lambda: step(two_widths, TSVGP(two_widths, {"f": Z}), X, y),
+        ValueError,
+        ("`inducing`", "['f']", "GP site 'g'", "Add one"),
+    ),
+    "dict of inducing names an unknown site": (
+        lambda: step(model, SVGP(model, {"f": Z, "h": Z}), X, y), ValueError, ("`inducing`", "['h']", "['f']", "Rename"),
+    ),
+    "dict of families lacks a site": (
+        lambda: step(two_widths, sgp.AutoSparseGP(two_widths, {"f": sgp.Dual(Z)}), X, y),
+        ValueError,
+        ("`families`", "['f']", "GP site 'g'", "Add one"),
+    ),
+    "dict of families names an unknown site": (
+        lambda: step(model, sgp.AutoSparseGP(model, {"f": sgp.Dual(Z), "h": sgp.Dual(Z)}), X, y),
+        ValueError,
+        ("`families`", "['h']", "['f']", "Rename"),
+    ),
+    "families that are arrays": (
+        lambda: sgp.AutoSparseGP(model, {"f": Z}), TypeError, ("`families`", "got ndarray", "numpyro_sgp.Dual(Z)"),
+    ),
+    # The model.
+    "model is not callable": (lambda: TSVGP(3, Z), TypeError, ("`model`", "callable", "got int", "Pass the function")),
+    "model without a GP site": (
+        lambda: step(without_gp, TSVGP(without_gp, Z), X, y), ValueError, ("no `GaussianProcess` site", "numpyro.sample"),
+    ),
+    "N missing": (
+        lambda: step(model, TSVGP(model, Z), X, y, None), ValueError, ("plate", "size None", "needs N", "num_data=N"),
+    ),
+    "N missing, other latents": (
+        lambda: step(with_noise, TSVGP(with_noise, Z), X, y, None), ValueError, ("plate", "size None", "num_data=N"),
+    ),
+    "N missing, guide of the user": (
+        lambda: step(model, TSVGP(model, Z, base=lambda *args: None), X, y, None),
+        ValueError,
+        ("plate", "size None", "num_data=N"),
+    ),
+    "N smaller than the batch": (
+        lambda: step(model, TSVGP(model, Z), X, y, 3),
+        ValueError,
+        ("'data' has size 3", "subsample of 7 rows", "whole data set", "num_data"),
+    ),
+    "N smaller than the batch, guide of the user": (
+        lambda: step(model, TSVGP(model, Z, base=lambda *args: None), X, y, 3),
+        ValueError,
+        ("'data' has size 3", "subsample of 7 rows", "whole data set", "num_data"),
+    ),
+    "GP site inside a subsampled plate": (
+        lambda: step(gp_inside_a_subsampled_plate, TSVGP(gp_inside_a_subsampled_plate, Z), X, y),
+        ValueError,
+        ("GP site 'f'", "plate 'data'", "subsamples 7 of 100", "before the plate"),
+    ),
+    # The base guide.
+    "base guide leaves a latent without a value": (
+        lambda: step(with_noise, TSVGP(with_noise, Z, base=lambda *args: None), X, y),
+        ValueError,
+        ("base guide", "latent site 'noise'", "it samples []", "Sample it in your guide", "`AutoNormal`"),
+    ),
+    "base is no guide": (lambda: TSVGP(model, Z, base=3), TypeError, ("`base`", "autoguide class", "got int", "`AutoNormal`")),
+    "base is a class of something else": (
+        lambda: TSVGP(model, Z, base=dict), TypeError, ("`base`", "autoguide class", "got the class dict", "`AutoNormal`"),
+    ),
+    "median of a base that is a function": (
+        lambda: TSVGP(model, Z, base=lambda *args: None).median({}),
+        TypeError,
+        ("`median`", "got a function", "`sample_posterior`"),
+    ),
+    # Options of guides.
+    "natural without whiten": (
+        lambda: SVGP(model, Z, natural=True, whiten=False), ValueError, ("`natural=True`", "`whiten=False`", "`whiten=True`"),
+    ),
+    "unknown sites": (
+        lambda: TSVGP(model, Z, sites="per-datum"), ValueError, ("`sites`", "per_datum", "got 'per-datum'", "'tied'"),
+    ),
+    "unknown tie": (
+        lambda: TSVGP(model, Z, tie="kernel"), ValueError, ("`tie`", "covariance", "got 'kernel'", "'projection'"),
+    ),
+    "one site a row, a minibatch of another shape": (
+        per_datum_at_other_shape, ValueError, ('`sites="per_datum"`', "7 rows", "shape (3, 2)", "numpyro.subsample", '"tied"'),
+    ),
+    "one site a row, dense, a minibatch of another shape": (
+        dense_at_other_shape, ValueError, ("7 rows", "shape (3, 2)", "numpyro.subsample", '"tied"'),
+    ),
+    # Losses.
+    "Trace_ELBO": (
+        lambda: step(model, TSVGP(model, Z), X, y, loss=Trace_ELBO()),
+        NotImplementedError,
+        ("log q(f)", "`Trace_ELBO`", "wrong", "QuadratureELBO", "TraceMeanField_ELBO"),
+    ),
+    "num_samples odd": (
+        lambda: sgp.QuadratureELBO(num_samples=3), ValueError, ("`num_samples`", "positive even", "got 3", "Use 8"),
+    ),
+    "num_samples zero": (
+        lambda: sgp.QuadratureELBO(num_samples=0), ValueError, ("`num_samples`", "positive even", "got 0", "Use 8"),
+    ),
+    "num_nodes zero": (
+        lambda: sgp.QuadratureELBO(num_nodes=0), ValueError, ("`num_nodes`", "positive integer", "got 0", "Twenty"),
+    ),
+    "num_nodes not an integer": (
+        lambda: sgp.QuadratureELBO(num_nodes=2.5), ValueError, ("`num_nodes`", "positive integer", "got 2.5"),
+    ),
+    # The optimizer.
+    "natural gradient without sites": (
+        lambda: step(model, SVGP(model, Z), X, y, optim=sgp.NaturalGradient()),
+        ValueError,
+        ("`NaturalGradient`", "no sites", "f_auto_S_sqrt", "`AutoTSVGP`", "natural=True"),
+    ),
+    "others from NumPyro": (
+        lambda: sgp.NaturalGradient(others=numpyro.optim.Adam(1e-2)),
+        TypeError,
+        ("`others`", "optax transformation", "got Adam", "optax.adam(1e-2)"),
+    ),
+    "negative e_steps": (
+        lambda: sgp.NaturalGradient(e_steps=-1), ValueError, ("`e_steps`", "non-negative integer", "got -1"),
+    ),
+    "fractional m_steps": (
+        lambda: sgp.NaturalGradient(m_steps=1.5), ValueError, ("`m_steps`", "non-negative integer", "got 1.5"),
+    ),
+    "no steps at all": (
+        lambda: sgp.NaturalGradient(e_steps=0, m_steps=0), ValueError, ("`e_steps` and `m_steps` are both 0", "1 of each"),
+    ),
+    "gradients given to the natural gradient": (
+        lambda: sgp.NaturalGradient().update({}, None), TypeError, ("`NaturalGradient`", "`eval_and_update`"),
+    ),
+    "refusals of another optimizer": (
+        lambda: sgp.num_refused(start(model, SVGP(model, Z), X, y)[1]),
+        TypeError,
+        ("`state`", "`NaturalGradient`", "`result.state`"),
+    ),
+    # Prediction.
+    "prediction at inputs of another width": (
+        lambda: predict_at_other_width(TSVGP(model, Z)), ValueError, ("`inducing` has 2 columns", "`X` has shape (7, 1)"),
+    ),
+    "prediction at inputs of another width, dense": (
+        lambda: predict_at_other_width(TSVGP(model, None)), ValueError, ("(7, 2)", "(7, 1)", "same D"),
+    ),
+    "prediction without the sites": (
+        lambda: predict_without_parameters("f_auto_sites"), ValueError, ("parameter 'f_auto_sites'", "`result.params`"),
+    ),
+    "prediction without the names of the latents": (
+        lambda: predict_without_parameters("auto_latents"), ValueError, ("parameter 'auto_latents'", "`result.params`"),
+    ),
+    "posterior without any parameters": (
+        lambda: SVGP(model, Z).posterior(jax.random.key(0), {}, X), ValueError, ("parameter", "no value", "`result.params`"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("mistake", "error", "parts"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_raises_and_the_message_says_what_to_do(mistake, error, parts):
+    with pytest.raises(error, match=says(*parts)):
+        mistake()
+
+
+STEP_SIZES = [0.0, -0.1, 1.5, np.nan, "0.5", None, optax.constant_schedule(2.0)]
+
+
+@pytest.mark.parametrize("step_size", STEP_SIZES, ids=["zero", "negative", "above one", "NaN", "text", "None", "schedule"])
+def test_a_step_size_outside_the_unit_interval_raises(step_size):
+    got = 2.0 if callable(step_size) else step_size
+    with pytest.raises(ValueError, match=says("`step_size`", "(0, 1]", f"got {got!r}", "full step")):
+        sgp.NaturalGradient(step_size)
+
+
+@pytest.mark.parametrize("base", [AutoNormal, AutoDelta])
+def test_a_base_guide_that_leaves_one_of_two_latents_is_told_which(base):
+    def model(X, y=None):
+        slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+        with_noise(X, None if y is None else y - slope * X[:, 0])
+
+    def only_noise(X, y=None):
+        numpyro.sample("noise", dist.LogNormal(0.0, 1.0))
+
+    with pytest.raises(ValueError, match=says("latent site 'slope'", "it samples ['noise']")):
+        step(model, TSVGP(model, Z, base=base(only_noise)), X, y)
+
+
+@pytest.mark.parametrize("inducing", [Z, None], ids=["per_datum", "dense"])
+def test_other_rows_of_X_for_sites_of_rows_are_refused_and_counted(inducing):
+    guide = TSVGP(model, inducing, sites="per_datum")
+    svi, state = start(model, guide, X, y, optim=sgp.NaturalGradient(0.5))
+    update = jax.jit(svi.update)
+    state, _ = update(state, X, y)
+    fitted = svi.get_params(state)
+    state, _ = update(state, X, y)  # finds the loss at `fitted` finite: the place that refusals go back to
+    other = X.copy()
+    other[-1, 0] += 1e-6
+    for refusals in (1, 2):
+        state, loss = update(state, other, y)
+        assert np.isnan(loss)
+        assert sgp.num_refused(state) == refusals
+    kept = svi.get_params(state)
+    for got, want in zip(jax.tree.leaves(kept), jax.tree.leaves(fitted), strict=True):
+        assert_allclose(got, want, rtol=0.0, atol=0.0)
+    # The rows in another order are other rows too; the right ones are taken again.
+    state, loss = update(state, X[::-1], y)
+    assert np.isnan(loss)
+    state, loss = update(state, X, y)
+    assert_allclose(loss, loss_at(fitted, model, guide, X, y), rtol=1e-10)
+    assert sgp.num_refused(state) == 3
+
+
+def test_a_refused_step_under_stable_update_reports_NaN_and_keeps_the_parameters():
+    svi, state = start(model, TSVGP(model, Z), X, y, optim=sgp.NaturalGradient(0.5))
+    stable_update = jax.jit(svi.stable_update)
+    state, _ = stable_update(state, X, y)
+    fitted = svi.get_params(state)
+    state, _ = stable_update(state, X, y)  # finds the loss at `fitted` finite: the place that refusals go back to
+    state, loss = stable_update(state, X, with_nan(y))
+    assert np.isnan(loss)
+    assert sgp.num_refused(state) == 1
+    for got, want in zip(jax.tree.leaves(svi.get_params(state)), jax.tree.leaves(fitted), strict=True):
+        assert_allclose(got, want, rtol=0.0, atol=0.0)
+
+
+def test_NaN_in_X_is_refused_where_it_cannot_be_seen_at_trace_time():
+    svi, state = start(model, TSVGP(model, Z), X, y, optim=sgp.NaturalGradient(0.5))
+    state, loss = jax.jit(svi.update)(state, with_nan(X), y)
+    assert np.isnan(loss)
+    assert sgp.num_refused(state) == 1
