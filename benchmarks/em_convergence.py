@@ -12,6 +12,7 @@ trained) inducing inputs. Compared: sites kept for each datum; sums of Kuu⁻¹k
 import argparse
 from pathlib import Path
 
+from common import banana, npz, report
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +22,6 @@ from numpyro.distributions import constraints
 from numpyro.infer import SVI
 import optax
 
-from common import banana, npz, report
 import numpyro_sgp as sgp
 
 SCHEDULES = {  # e_steps, m_steps, step size ρ, learning rate of Adam

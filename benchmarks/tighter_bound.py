@@ -10,11 +10,11 @@ et al. (2021). Right: the θ that maximises it against θ_old, as in their Figur
 import argparse
 from pathlib import Path
 
+from common import report
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from common import report
 from numpyro_sgp.conditionals import dual_projected, natural_whitened, project, unwhitened, whitened
 from numpyro_sgp.inducing import InducingPoints
 from numpyro_sgp.kernels import SquaredExponential
@@ -108,8 +108,10 @@ def main(arguments: argparse.Namespace) -> None:
             grid = evaluate(frozen_at(steps[-1])[form], thetas)
             steps.append(thetas[jnp.argmax(grid)])
         path = " -> ".join(f"{float(s):.3g}" for s in steps)
-        print(f"{form:16s} gap to the optimum over θ in [{float(thetas[0]):.2g}, {float(thetas[-1]):.3g}]: "
-              f"median {np.median(gap):8.3f}, largest {gap.max():9.3f} nats; EM from θ={float(old):.2g}: {path}")
+        print(
+            f"{form:16s} gap to the optimum over θ in [{float(thetas[0]):.2g}, {float(thetas[-1]):.3g}]: "
+            f"median {np.median(gap):8.3f}, largest {gap.max():9.3f} nats; EM from θ={float(old):.2g}: {path}"
+        )
     result = {
         "theta": thetas.tolist(),
         "optimum": best.tolist(),

@@ -64,9 +64,7 @@ def main(num_steps: int, num_samples: int, output: Path) -> None:
     print(summary({name: draws[name] for name in ("lengthscale", "variance")}))
 
     X_new = np.linspace(X.min(), X.max() + 5.0, 200)[:, None]
-    predictive = Predictive(
-        model, guide=guide, params=result.params, num_samples=num_samples, return_sites=["rate"]
-    )
+    predictive = Predictive(model, guide=guide, params=result.params, num_samples=num_samples, return_sites=["rate"])
     rate = predictive(jax.random.key(2), X_new)["rate"]
     low, median, high = np.quantile(rate, [0.05, 0.5, 0.95], axis=0)
 

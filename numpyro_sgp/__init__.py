@@ -1,4 +1,7 @@
-"""Sparse Gaussian processes inside any NumPyro model: the model says what is believed, the guide how it is approximated."""
+"""Sparse Gaussian processes inside any NumPyro model.
+
+The model says what is believed, the guide how it is approximated.
+"""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -53,7 +53,7 @@ def inducing_param(
 
     Args:
         param: declares a parameter of the site.
-        inducing: inducing inputs (M, D), an inducing object, or `(kernel, X, rng_key)` to one, called at initialisation.
+        inducing: inducing inputs (M, D), an inducing object, or `(kernel, X, rng_key)` to one, run at initialisation.
         prior: the site's prior.
         learn_inducing: whether the loss has a gradient with respect to it.
 
@@ -113,8 +113,8 @@ class _ZeroGaussianProcesses(Messenger):
             _check_plate(msg)
         if not _is_latent(msg):
             return
-        if isinstance(unwrap(msg["fn"]), GaussianProcess):
-            gp = unwrap(msg["fn"])
+        gp = unwrap(msg["fn"])
+        if isinstance(gp, GaussianProcess):
             msg["value"] = jnp.zeros(msg["fn"].shape(), gp.X.dtype)
             msg["stop"] = True
         elif self.latents is not None and msg["name"] not in self.latents:
@@ -127,7 +127,9 @@ class _SwapGaussianProcesses(Messenger):
     """Replaces GP sites by posteriors and gives the other latents the base guide's values, in the model's order."""
 
     def __init__(
-        self, base_trace: dict[str, dict], posterior: Callable[[str, GaussianProcess, tuple[int, ...]], SparsePosterior],
+        self,
+        base_trace: dict[str, dict],
+        posterior: Callable[[str, GaussianProcess, tuple[int, ...]], SparsePosterior],
         predicting: bool,
     ) -> None:
         self.base_trace = base_trace
@@ -171,9 +173,10 @@ class _SwapGaussianProcesses(Messenger):
             size = self.plate_sizes.get(frame.name, frame.size)
             if size != frame.size:
                 message = (
-                    f"GP site {name!r} lies inside plate {frame.name!r}, which subsamples {frame.size} of {size}. A GP is one "
-                    "random function, not one per row: sample it before the plate, at the inputs of the batch (with "
-                    "`num_data` as the plate's size) or at all inputs (then `numpyro.subsample(f, event_dim=0)` inside)."
+                    f"GP site {name!r} lies inside plate {frame.name!r}, which subsamples {frame.size} of {size}. "
+                    "A GP is one random function, not one for each row: sample it before the plate, at the inputs of the batch "
+                    "(with `num_data` as the plate's size), or at all inputs and then take "
+                    "`numpyro.subsample(f, event_dim=0)` inside."
                 )
                 raise ValueError(message)
 
@@ -330,9 +333,9 @@ class AbstractAutoSparseGP(AutoGuide):
         """A context that gives parameters and randomness, and draws jointly."""
 
         def run(fn: Callable) -> Any:
-            with handlers.block(), handlers.seed(rng_seed=rng_key), handlers.substitute(data=dict(params)):
-                with handlers.mask(mask=False):
-                    return fn()
+            values = handlers.substitute(data=dict(params))
+            with handlers.block(), handlers.seed(rng_seed=rng_key), values, handlers.mask(mask=False):
+                return fn()
 
         return run
 
@@ -400,7 +403,9 @@ class AbstractAutoSparseGP(AutoGuide):
 
     def _base_summary(self, params: Mapping[str, Any], args: tuple, kwargs: dict, method: str, *extra: Any) -> dict:
         if not isinstance(self.base, AutoGuide):
-            msg = f"`{method}` needs a base guide that has one, got a {type(self.base).__name__}. Use `sample_posterior`."
+            msg = (
+                f"`{method}` needs a base guide that has one, got a {type(self.base).__name__}. Use `sample_posterior`."
+            )
             raise TypeError(msg)
         latents = params.get(f"{self.prefix}_latents")
         if latents is not None and not latents.names:
@@ -424,9 +429,7 @@ class AbstractAutoSparseGP(AutoGuide):
         posteriors = self._at_base_values(params, values, args, kwargs)
         return {**values, **{site: q.mean for site, q in posteriors.items()}}
 
-    def quantiles(
-        self, params: Mapping[str, Any], quantiles: ArrayLike, *args: Any, **kwargs: Any
-    ) -> dict[str, Array]:
+    def quantiles(self, params: Mapping[str, Any], quantiles: ArrayLike, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Posterior quantiles of the other latents, and of the GP sites where the model's arguments are given.
 
         Args:
@@ -495,5 +498,6 @@ def for_site(value: Any, site: str, argument: str) -> Any:
 def check_names(value: Any, sites: set[str], argument: str) -> None:
     """Raise if a dict by site names something that is not a GP site."""
     if isinstance(value, Mapping) and set(value) - sites:
-        msg = f"`{argument}` names {sorted(set(value) - sites)}, but the GP sites of the model are {sorted(sites)}. Rename."
+        unknown = sorted(set(value) - sites)
+        msg = f"`{argument}` names {unknown}, but the GP sites of the model are {sorted(sites)}. Rename the entries."
         raise ValueError(msg)

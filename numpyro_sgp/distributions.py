@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 import math
+from typing import Any
 
 import jax
 from jax import Array, lax
+from jax.core import Tracer
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
@@ -27,7 +29,7 @@ def _check_inputs(X: ArrayLike) -> Array:
         raise ValueError(msg)
     if not jnp.issubdtype(X.dtype, jnp.floating):
         X = X.astype(jnp.result_type(float))
-    if not isinstance(X, jax.core.Tracer) and np.isnan(X).any():
+    if not isinstance(X, Tracer) and np.isnan(X).any():
         rows = int(np.isnan(X).any(axis=-1).sum())
         msg = f"`X` of shape {X.shape} contains NaN in {rows} rows. Drop or impute them: a kernel needs every input."
         raise ValueError(msg)
@@ -39,7 +41,10 @@ def _prior_mean(mean: ArrayLike | Callable, X: Array) -> Array:
     N = X.shape[-2]
     if value.ndim > 0 and value.shape[-1] != N:
         kind = "`mean(X)`" if callable(mean) else "`mean`"
-        msg = f"{kind} must be a scalar or have shape (N,) = ({N},), got {value.shape}. Squeeze or index it to one value for each row of X."
+        msg = (
+            f"{kind} must be a scalar or have shape (N,) = ({N},), got {value.shape}. "
+            "Squeeze or index it to one value for each row of X."
+        )
         raise ValueError(msg)
     return jnp.broadcast_to(value, (*value.shape[:-1], N)).astype(X.dtype)
 
@@ -70,7 +75,7 @@ class GaussianProcess(dist.Distribution):
     """
 
     arg_constraints = {}
-    support = constraints.real_vector
+    support = constraints.real_vector  # pyright: ignore[reportAssignmentType]
     reparametrized_params = ["kernel", "X", "prior_mean"]
     pytree_data_fields = ("kernel", "X", "prior_mean", "jitter")
 
@@ -84,17 +89,20 @@ class GaussianProcess(dist.Distribution):
         validate_args: bool | None = None,
     ) -> None:
         if not callable(kernel):
-            msg = f"`kernel` must be callable as k(X) and k(X, Z), got {type(kernel).__name__}. Take one from `numpyro_sgp.kernels` or tinygp."
+            msg = (
+                f"`kernel` must be callable as k(X) and k(X, Z), got {type(kernel).__name__}. "
+                "Take one from `numpyro_sgp.kernels` or tinygp."
+            )
             raise TypeError(msg)
         self.X = _check_inputs(X)
         self.kernel = kernel
-        if jitter is not None and not isinstance(jitter, jax.core.Tracer) and jitter < 0:
+        if jitter is not None and not isinstance(jitter, Tracer) and jitter < 0:
             msg = f"`jitter` must not be negative, got {jitter}. Leave it out for the default of the dtype."
             raise ValueError(msg)
         self.jitter = jitter
         self.prior_mean = _prior_mean(mean, self.X)
-        variances = jax.eval_shape(lambda X: kernel(X), self.X).shape
-        batch_shape = jnp.broadcast_shapes(variances[:-1], self.prior_mean.shape[:-1], self.X.shape[:-2])
+        variances = jax.eval_shape(lambda X: kernel(X), self.X)
+        batch_shape = np.broadcast_shapes(variances.shape[:-1], self.prior_mean.shape[:-1], self.X.shape[:-2])
         super().__init__(batch_shape, (self.X.shape[-2],), validate_args=validate_args)
 
     @property
@@ -141,7 +149,7 @@ class SparsePosterior(dist.Distribution):
     """
 
     arg_constraints = {}
-    support = constraints.real_vector
+    support = constraints.real_vector  # pyright: ignore[reportAssignmentType]
     reparametrized_params = ["prior", "moments"]
     pytree_data_fields = ("prior", "moments")
     pytree_aux_fields = ("joint",)
@@ -213,8 +221,8 @@ class SparsePosterior(dist.Distribution):
 
     def log_prob(self, value: Array) -> Array:
         msg = (
-            "A loss asked for log q(f) of a sparse posterior. It is a density over the inducing variables, not over the "
-            "values f(X), so the bound that `Trace_ELBO` forms from it would be wrong. "
+            "A loss asked for log q(f) of a sparse posterior. It is a density over the inducing variables, not over "
+            "the values f(X), so the bound that `Trace_ELBO` forms from it would be wrong. "
             "Use `numpyro_sgp.QuadratureELBO` or `numpyro.infer.TraceMeanField_ELBO`, which use its KL divergence."
         )
         raise NotImplementedError(msg)
@@ -234,13 +242,13 @@ def unwrap(fn: dist.Distribution) -> dist.Distribution:
     return fn
 
 
-def rewrap(fn: dist.Distribution, replace: Callable[[dist.Distribution, tuple[int, ...]], dist.Distribution]) -> dist.Distribution:
+def rewrap(fn: dist.Distribution, replace: Callable[[Any, tuple[int, ...]], dist.Distribution]) -> dist.Distribution:
     """`fn` with the distribution inside replaced by `replace(inner, batch_shape)`, masks and `to_event` kept.
 
     An expansion is taken over by the replacement, which is given its batch shape.
     """
     if isinstance(fn, MaskedDistribution):
-        return rewrap(fn.base_dist, replace).mask(fn._mask)
+        return rewrap(fn.base_dist, replace).mask(fn._mask)  # pyright: ignore[reportArgumentType]
     if isinstance(fn, Independent):
         return rewrap(fn.base_dist, replace).to_event(fn.reinterpreted_batch_ndims)
     if isinstance(fn, ExpandedDistribution):

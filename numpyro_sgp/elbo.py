@@ -1,7 +1,8 @@
 """`QuadratureELBO`: the evidence lower bound with the GP latents integrated by quadrature."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax import Array
@@ -146,8 +147,14 @@ class _Particle:
     """One draw of the other latents: the bound given it."""
 
     def __init__(
-        self, loss: QuadratureELBO, rng_key: Array, params: Mapping[str, Any], model: Callable, guide: Callable,
-        args: tuple, kwargs: dict,
+        self,
+        loss: QuadratureELBO,
+        rng_key: Array,
+        params: Mapping[str, Any],
+        model: Callable,
+        guide: Callable,
+        args: tuple,
+        kwargs: dict,
     ) -> None:
         self.loss, self.params, self.model, self.guide = loss, dict(params), model, guide
         self.args, self.kwargs = args, kwargs
@@ -175,10 +182,10 @@ class _Particle:
         return handlers.trace(guide).get_trace(*self.args, **self.kwargs)
 
     def run_model(self, guide_trace: Trace, values: Mapping[str, Array]) -> Trace:
-        replayed = dict(guide_trace)
+        replayed = OrderedDict(guide_trace)
         for name, value in values.items():
             replayed[name] = {**guide_trace[name], "value": value}
-        model = handlers.replay(handlers.seed(self.model, self.model_key), replayed)
+        model = handlers.replay(handlers.seed(self.model, self.model_key), cast(Any, replayed))
         model = handlers.substitute(model, data={**self.params, **_mutable(guide_trace)})
         return handlers.trace(model).get_trace(*self.args, **self.kwargs)
 
@@ -220,7 +227,9 @@ class _Particle:
         elbo = jnp.zeros(())
         for name in sites:
             elbo = elbo - jnp.sum(
-                scale_and_mask(kl_divergence(guide_trace[name]["fn"], model_trace[name]["fn"]), guide_trace[name]["scale"])
+                scale_and_mask(
+                    kl_divergence(guide_trace[name]["fn"], model_trace[name]["fn"]), guide_trace[name]["scale"]
+                )
             )
         for name in _sample_sites(guide_trace):
             if name not in model_trace:

@@ -1,8 +1,8 @@
 """Inducing variables: what a sparse posterior conditions on.
 
-An inducing object is a pytree with three methods: `Kuu(kernel)`, the covariance of the inducing variables u; `Kuf(kernel,
-X)`, their covariance with f(X); `Kuv(kernel, other)`, their covariance with another object's. Everything else in the
-package uses those three and `num_inducing`.
+An inducing object is a pytree with three methods: `Kuu(kernel)`, the covariance of the inducing variables u;
+`Kuf(kernel, X)`, their covariance with f(X); `Kuv(kernel, other)`, their covariance with another object's. Everything
+else in the package uses those three and `num_inducing`.
 """
 
 from abc import ABC, abstractmethod
@@ -11,6 +11,7 @@ import dataclasses
 
 import jax
 from jax import Array
+from jax.core import Tracer
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
@@ -86,11 +87,13 @@ def as_inducing(inducing: ArrayLike | AbstractInducing) -> AbstractInducing:
         return inducing
     Z = jnp.asarray(inducing)
     if Z.ndim < 2 or Z.shape[-2] == 0:
-        msg = f"`inducing` must have shape (M, D) with M ≥ 1, got {Z.shape}. For inputs in one dimension use Z[:, None]."
+        msg = (
+            f"`inducing` must have shape (M, D) with M ≥ 1, got {Z.shape}. For inputs in one dimension use Z[:, None]."
+        )
         raise ValueError(msg)
     if not jnp.issubdtype(Z.dtype, jnp.floating):
         Z = Z.astype(jnp.result_type(float))
-    if not isinstance(Z, jax.core.Tracer) and np.isnan(Z).any():
+    if not isinstance(Z, Tracer) and np.isnan(Z).any():
         msg = f"`inducing` of shape {Z.shape} contains NaN. Drop or impute the rows it was made from."
         raise ValueError(msg)
     return InducingPoints(Z)

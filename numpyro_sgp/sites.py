@@ -12,6 +12,7 @@ the backward pass that also differentiates the hyperparameters, and it passes th
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax import Array
@@ -21,9 +22,19 @@ from jax.typing import ArrayLike
 from numpyro_sgp.inducing import AbstractInducing
 from numpyro_sgp.linalg import matmul, matvec_transposed
 
-__all__ = ["AbstractSites", "DatumSites", "Perturbation", "Perturbed", "TiedSites", "perturb_kl", "perturb_marginals"]
+__all__ = [
+    "AbstractSites",
+    "DatumSites",
+    "Perturbation",
+    "Perturbed",
+    "TiedSites",
+    "perturb_kl",
+    "perturb_marginals",
+    "sites_of",
+]
 
 
+@dataclasses.dataclass(frozen=True)
 class AbstractSites:
     """Natural parameters (λ₁, Λ₂) relative to the prior; the type tells an optimizer to take natural steps."""
 
@@ -147,6 +158,11 @@ class Perturbed:
     sites: AbstractSites
     perturbation: Perturbation
     marginals_seen: list[tuple[int, ...]]
+
+
+def sites_of(value: Any) -> Any:
+    """The sites themselves, whether an optimizer perturbs them or not."""
+    return value.sites if isinstance(value, Perturbed) else value
 
 
 @jax.custom_jvp

@@ -17,7 +17,7 @@ from numpyro_sgp.autoguide import (
 )
 from numpyro_sgp.conditionals import Moments, natural_whitened, perturbed_moments, project, unwhitened, whitened
 from numpyro_sgp.distributions import GaussianProcess
-from numpyro_sgp.sites import Perturbed, TiedSites
+from numpyro_sgp.sites import Perturbed, TiedSites, sites_of
 
 __all__ = ["AutoSVGP", "NaturalWhitened", "Unwhitened", "Whitened"]
 
@@ -79,7 +79,7 @@ class NaturalWhitened(AbstractPosteriorFamily):
     def moments(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
         value = param("sites", TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype))
-        sites = value.sites if isinstance(value, Perturbed) else value
+        sites = sites_of(value)
         blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
         q = natural_whitened(sites.lambda1, sites.Lambda2, blocks.A, blocks.kff)
         return perturbed_moments(value, blocks.A, q) if isinstance(value, Perturbed) else q

@@ -30,27 +30,25 @@ from numpyro_sgp.conditionals import (
 from numpyro_sgp.distributions import GaussianProcess
 from numpyro_sgp.inducing import AbstractInducing
 from numpyro_sgp.linalg import diagonal, solve_lower, solve_lower_transposed
-from numpyro_sgp.sites import DatumSites, Perturbed, TiedSites
+from numpyro_sgp.sites import DatumSites, Perturbed, TiedSites, sites_of
 
 __all__ = ["AutoTSVGP", "Dual"]
 
 
 def _own_rows(value: DatumSites | Perturbed, prior: GaussianProcess, M: Array) -> Array:
     """`M`, evaluated at the prior's X in the place of the sites' X: NaN if the two are not the same rows."""
-    sites = value.sites if isinstance(value, Perturbed) else value
+    sites = sites_of(value)
     if sites.X.shape != prior.X.shape:
         msg = (
             f'`sites="per_datum"` holds one site for each of the {sites.X.shape[0]} rows of X given at initialisation; '
-            f"a training step came with X of shape {prior.X.shape}. Give the whole X at every step (subsample inside the "
-            'model with `numpyro.subsample`), or use `sites="tied"` for minibatches.'
+            f"a training step came with X of shape {prior.X.shape}. Give the whole X at every step (subsample inside "
+            'the model with `numpyro.subsample`), or use `sites="tied"` for minibatches.'
         )
         raise ValueError(msg)
     return jnp.where(jnp.all(sites.X == prior.X), M, jnp.nan)
 
 
-def shared_covariance(
-    inducing: AbstractInducing, anchor: AbstractInducing, kernel: Callable, jitter: float
-) -> Array:
+def shared_covariance(inducing: AbstractInducing, anchor: AbstractInducing, kernel: Callable, jitter: float) -> Array:
     """Cov(u, u') for inducing variables that moved from u' to u, the jitter's noise moving along, (..., M, M)."""
     anchor = jax.lax.stop_gradient(anchor)
     K = inducing.Kuv(kernel, anchor)
@@ -102,7 +100,7 @@ class Dual(AbstractPosteriorFamily):
         anchored = self.learn_inducing and self.tie == "projection"
         zeros = TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype, inducing if anchored else None)
         value = param("sites", zeros)
-        sites = value.sites if isinstance(value, Perturbed) else value
+        sites = sites_of(value)
         L, Kuf, A, kff = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
         if self.tie == "covariance":
             q = dual(sites.lambda1, sites.Lambda2, L, Kuf, A, kff)
@@ -126,7 +124,7 @@ class Dual(AbstractPosteriorFamily):
         kernel, jitter = prior.kernel, prior.relative_jitter
         L, _, A, kff = project(inducing, kernel, prior.X, jitter)
         if isinstance(value, Perturbed):
-            sites = value.sites
+            sites = sites_of(value)
             q = dual_per_datum(sites.lambda1, sites.Lambda2, _own_rows(value, prior, A), A, kff)
             return perturbed_moments(value, None, q)
         A_sites = solve_lower(L, inducing.Kuf(kernel, value.fixed_X))
@@ -136,7 +134,7 @@ class Dual(AbstractPosteriorFamily):
         value = param("sites", DatumSites.zeros(batch_shape, prior.X))
         kernel, kff = prior.kernel, prior.kernel(prior.X)
         if isinstance(value, Perturbed):
-            sites = value.sites
+            sites = sites_of(value)
             K = _own_rows(value, prior, kernel(prior.X, prior.X))
             return perturbed_moments(value, None, dual_dense(sites.lambda1, sites.Lambda2, K, K, kff))
         K, Kxf = kernel(value.fixed_X, value.fixed_X), kernel(value.fixed_X, prior.X)
@@ -170,7 +168,7 @@ class AutoTSVGP(AbstractAutoSparseGP):
     def __init__(
         self,
         model: Callable,
-        inducing: Inducing | None | Mapping[str, Inducing | None],
+        inducing: Inducing | Mapping[str, Inducing | None] | None,
         *,
         sites: Literal["tied", "per_datum"] = "tied",
         base: Any = AutoNormal,

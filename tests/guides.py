@@ -17,7 +17,7 @@ GUIDES = {
     "tied_covariance": lambda model, Z, **options: sgp.AutoTSVGP(model, Z, tie="covariance", **options),
     "per_datum": lambda model, Z, **options: sgp.AutoTSVGP(model, Z, sites="per_datum", **options),
     "dense": lambda model, Z, **options: sgp.AutoTSVGP(
-        model, {site: None for site in Z} if isinstance(Z, dict) else None, **options
+        model, dict.fromkeys(Z) if isinstance(Z, dict) else None, **options
     ),
 }
 MINIBATCH = ["whitened", "unwhitened", "natural", "tied", "tied_covariance"]

@@ -11,10 +11,10 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
+import oracles
 from scipy.special import loggamma
 
 import numpyro_sgp as sgp
-import oracles
 
 N, M, D, BATCH, N_NEW = 7, 5, 2, 3, 4
 JITTER = 1e-6

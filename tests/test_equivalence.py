@@ -5,7 +5,16 @@ import itertools
 from pathlib import Path
 import pickle
 
-from guides import GUIDES, MINIBATCH, NATURAL, ONE_SITE_A_ROW, arbitrary_parameters, initial_parameters, loss_at, optimizer
+from guides import (
+    GUIDES,
+    MINIBATCH,
+    NATURAL,
+    ONE_SITE_A_ROW,
+    arbitrary_parameters,
+    initial_parameters,
+    loss_at,
+    optimizer,
+)
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +24,6 @@ from numpyro import handlers
 import numpyro.distributions as dist
 from numpyro.infer import SVI
 import optax
-import pytest
-
-import numpyro_sgp as sgp
 import oracles
 from problems import (
     JITTER,
@@ -36,6 +42,9 @@ from problems import (
     dense_posterior,
     site_basis,
 )
+import pytest
+
+import numpyro_sgp as sgp
 
 every_guide = pytest.mark.parametrize("name", GUIDES)
 natural_guides = pytest.mark.parametrize("name", NATURAL)

@@ -2,6 +2,7 @@
 
 import re
 
+from guides import initial_parameters, loss_at
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,6 @@ from numpyro.infer.autoguide import AutoDelta, AutoNormal
 import optax
 import pytest
 
-from guides import initial_parameters, loss_at
 import numpyro_sgp as sgp
 from numpyro_sgp.kernels import Matern52
 

@@ -3,6 +3,16 @@
 import functools
 import itertools
 
+from guides import (
+    GUIDES,
+    MINIBATCH,
+    NATURAL,
+    ONE_SITE_A_ROW,
+    arbitrary_parameters,
+    initial_parameters,
+    loss_at,
+    optimizer,
+)
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,16 +27,6 @@ import optax
 import pytest
 from scipy import stats
 
-from guides import (
-    GUIDES,
-    MINIBATCH,
-    NATURAL,
-    ONE_SITE_A_ROW,
-    arbitrary_parameters,
-    initial_parameters,
-    loss_at,
-    optimizer,
-)
 import numpyro_sgp as sgp
 from numpyro_sgp.kernels import Matern52, SquaredExponential, Warp
 

@@ -1,6 +1,5 @@
 """Natural steps: their direction, their fixed points, their floor, their schedules and their refusals."""
 
-from functools import partial
 
 from guides import GUIDES, NATURAL, ONE_SITE_A_ROW, arbitrary_parameters, initial_parameters, loss_at
 import jax
@@ -11,17 +10,11 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import SVI
 import optax
-import pytest
-from scipy.optimize import minimize
-
-import numpyro_sgp as sgp
-from numpyro_sgp.sites import DatumSites, Perturbation, Perturbed, TiedSites, perturb_kl, perturb_marginals
 import oracles
 from problems import (
     JITTER,
     LENGTHSCALE,
     MEAN,
-    NOISE,
     VARIANCE,
     X_NEW,
     M,
@@ -33,6 +26,11 @@ from problems import (
     dense_posterior,
     site_basis,
 )
+import pytest
+from scipy.optimize import minimize
+
+import numpyro_sgp as sgp
+from numpyro_sgp.sites import DatumSites, Perturbation, Perturbed, TiedSites, perturb_kl, perturb_marginals
 
 natural_guides = pytest.mark.parametrize("name", NATURAL)
 TIED = ["natural", "tied", "tied_covariance"]

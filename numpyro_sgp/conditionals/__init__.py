@@ -11,8 +11,8 @@ from numpyro_sgp.conditionals.dual import (
     natural_whitened,
     projected_at,
 )
-from numpyro_sgp.conditionals.moments import Moments, Projection, perturbed_moments, project
 from numpyro_sgp.conditionals.mean_and_root import unwhitened, whitened
+from numpyro_sgp.conditionals.moments import Moments, Projection, perturbed_moments, project
 
 __all__ = [
     "Moments",

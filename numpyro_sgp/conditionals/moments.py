@@ -75,9 +75,7 @@ def moments(mean: Array, kff: Array, A: Array, T: Array | None, kl: Array) -> Mo
     return Moments(mean, variance, kl, A, T)
 
 
-def perturbed_moments(
-    perturbed: Perturbed, a: Array | None, q: Moments, sites: AbstractSites | None = None
-) -> Moments:
+def perturbed_moments(perturbed: Perturbed, a: Array | None, q: Moments, sites: AbstractSites | None = None) -> Moments:
     """The moments as functions of a perturbation of the expectation parameters; values unchanged at zero.
 
     Args:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax import Array, lax
@@ -15,6 +15,7 @@ from numpyro_sgp.sites import AbstractSites, Perturbation, Perturbed
 __all__ = ["NaturalGradient", "NaturalGradientState", "num_refused"]
 
 Params = dict[str, Any]
+Sites = dict[str, AbstractSites]
 LossFn = Callable[[Params], tuple[Array, Any]]
 
 # Refused steps halve the length of the next one, down to this fraction, which is reached after 30 refusals in a row.
@@ -56,7 +57,7 @@ def num_refused(state: Any) -> Array:
     return inner.refused
 
 
-def _split(params: Params) -> tuple[dict[str, AbstractSites], Params]:
+def _split(params: Params) -> tuple[Sites, Params]:
     sites = {name: value for name, value in params.items() if isinstance(value, AbstractSites)}
     return sites, {name: value for name, value in params.items() if name not in sites}
 
@@ -105,17 +106,19 @@ class NaturalGradient(_NumPyroOptim):
         m_steps: int = 1,
         floor: float | None = 0.0,
     ) -> None:
-        first = step_size(0) if callable(step_size) else step_size
+        first = step_size(jnp.asarray(0)) if callable(step_size) else step_size
         try:
             in_range = bool(0.0 < first <= 1.0)
         except (TypeError, ValueError):
             in_range = False
         if not in_range:
-            msg = f"`step_size` must lie in (0, 1], got {first!r}. 1 is a full step; use 0.1 or less on small minibatches."
+            msg = f"`step_size` must lie in (0, 1], got {first!r}. 1 is a full step; minibatches want 0.1 or less."
             raise ValueError(msg)
         others = optax.adam(1e-2) if others is None else others
         if not isinstance(others, optax.GradientTransformation):
-            msg = f"`others` must be an optax transformation, got {type(others).__name__}. For example optax.adam(1e-2)."
+            msg = (
+                f"`others` must be an optax transformation, got {type(others).__name__}. For example optax.adam(1e-2)."
+            )
             raise TypeError(msg)
         for name, value in (("e_steps", e_steps), ("m_steps", m_steps)):
             if not isinstance(value, int) or value < 0:
@@ -152,6 +155,7 @@ class NaturalGradient(_NumPyroOptim):
 
     def update(self, g: Any, state: Any, value: Any = None) -> Any:
         """Refused: a natural direction cannot be made from gradients with respect to parameters."""
+        del g, state, value
         msg = "`NaturalGradient` evaluates the loss itself. Call `eval_and_update`, as `SVI.update` and `SVI.run` do."
         raise TypeError(msg)
 
@@ -176,51 +180,11 @@ class NaturalGradient(_NumPyroOptim):
             msg = "`NaturalGradient` works by reverse-mode differentiation. Leave `forward_mode_differentiation` False."
             raise ValueError(msg)
         step, inner = state
-        sites, others = _split(inner.params)
         rate = self.step_size(step) if callable(self.step_size) else self.step_size
         rate = jnp.asarray(rate, inner.damping.dtype) * inner.damping
-        others_state = inner.others_state
-
-        def e_step(sites: dict, others: Params) -> tuple[Array, Any, dict]:
-            loss, aux, direction, _ = self._differentiate(fn, sites, others, with_others=False)
-            return loss, aux, {name: value.natural_step(direction[name], rate) for name, value in sites.items()}
-
-        def m_step(sites: dict, others: Params, others_state: Any) -> tuple[Array, Any, Params, Any]:
-            def loss_fn(others: Params) -> tuple[Array, Any]:
-                return fn({**others, **_unperturbed(sites)})
-
-            (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(others)
-            return loss, aux, *self._descend(grads, others, others_state, loss, inner.damping)
-
-        if self.e_steps == self.m_steps == 1:
-            loss, aux, direction, grads = self._differentiate(fn, sites, others, with_others=True)
-            new_sites = {name: value.natural_step(direction[name], rate) for name, value in sites.items()}
-            new_others, new_others_state = self._descend(grads, others, others_state, loss, inner.damping)
-            finite = jnp.isfinite(loss)
-        else:
-            new_sites, new_others, new_others_state = sites, others, others_state
-            finite = jnp.asarray(True)
-            loss = aux = None
-            if self.e_steps:
-                loss, aux, new_sites = e_step(sites, others)
-
-                def e_body(_: int, carry: tuple) -> tuple:
-                    value, _, moved = e_step(carry[0], others)
-                    return moved, carry[1] & jnp.isfinite(value)
-
-                new_sites, finite = lax.fori_loop(1, self.e_steps, e_body, (new_sites, finite))
-            if self.m_steps:
-                first = m_step(new_sites, others, others_state)
-                loss, aux = (first[0], first[1]) if loss is None else (loss, aux)
-                finite &= jnp.isfinite(first[0])
-
-                def m_body(_: int, carry: tuple) -> tuple:
-                    value, _, moved, moved_state = m_step(new_sites, carry[0], carry[1])
-                    return moved, moved_state, carry[2] & jnp.isfinite(value)
-
-                new_others, new_others_state, finite = lax.fori_loop(1, self.m_steps, m_body, (*first[2:], finite))
-        here = (inner.params, others_state)
-        there = ({**new_others, **new_sites}, new_others_state)
+        iterate = self._simultaneous if self.e_steps == self.m_steps == 1 else self._alternating
+        loss, aux, finite, there = iterate(fn, *_split(inner.params), inner.others_state, rate, inner.damping)
+        here = (inner.params, inner.others_state)
         usable = jnp.isfinite(loss)
         accepted = usable & finite & _all_finite(there[0])
         # A loss that is not finite here means that the step that led here was wrong: back to where it was finite.
@@ -239,25 +203,70 @@ class NaturalGradient(_NumPyroOptim):
         )
         return (loss, aux), (step + 1, new_state), accepted
 
+    def _simultaneous(
+        self, fn: LossFn, sites: Sites, others: Params, others_state: Any, rate: Array, damping: Array
+    ) -> tuple[Array, Any, Array, tuple[Params, Any]]:
+        """One natural step and one step of the others, both from one evaluation of the loss."""
+        loss, aux, direction, grads = self._differentiate(fn, sites, others, with_others=True)
+        new_others, others_state = self._descend(grads, others, others_state, loss, damping)
+        return loss, aux, jnp.isfinite(loss), ({**new_others, **_moved(sites, direction, rate)}, others_state)
+
+    def _alternating(
+        self, fn: LossFn, sites: Sites, others: Params, others_state: Any, rate: Array, damping: Array
+    ) -> tuple[Array, Any, Array, tuple[Params, Any]]:
+        """Natural steps, then steps of the others; the loss is that of the first evaluation."""
+
+        def e_step(sites: Sites) -> tuple[Array, Any, Sites]:
+            loss, aux, direction, _ = self._differentiate(fn, sites, others, with_others=False)
+            return loss, aux, _moved(sites, direction, rate)
+
+        def m_step(others: Params, others_state: Any) -> tuple[Array, Any, Params, Any]:
+            def loss_fn(others: Params) -> tuple[Array, Any]:
+                return fn({**others, **_unperturbed(sites)})
+
+            (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(others)
+            return loss, aux, *self._descend(grads, others, others_state, loss, damping)
+
+        def more_e(_: int, carry: tuple[Sites, Array]) -> tuple[Sites, Array]:
+            loss, _, moved = e_step(carry[0])
+            return moved, carry[1] & jnp.isfinite(loss)
+
+        def more_m(_: int, carry: tuple[Params, Any, Array]) -> tuple[Params, Any, Array]:
+            loss, _, moved, moved_state = m_step(carry[0], carry[1])
+            return moved, moved_state, carry[2] & jnp.isfinite(loss)
+
+        outputs, finite = [], jnp.asarray(True)
+        if self.e_steps:
+            *output, sites = e_step(sites)
+            outputs.append(output)
+        if self.e_steps > 1:
+            sites, finite = lax.fori_loop(1, self.e_steps, more_e, (sites, finite))
+        if self.m_steps:
+            *output, others, others_state = m_step(others, others_state)
+            outputs.append(output)
+            finite &= jnp.isfinite(output[0])
+        if self.m_steps > 1:
+            others, others_state, finite = lax.fori_loop(1, self.m_steps, more_m, (others, others_state, finite))
+        loss, aux = outputs[0]
+        return loss, aux, finite & jnp.isfinite(loss), ({**others, **sites}, others_state)
+
     def _descend(
         self, grads: Params, others: Params, others_state: Any, loss: Array, damping: Array
     ) -> tuple[Params, Any]:
         updates, others_state = self.others.update(grads, others_state, others, value=loss)
         updates = jax.tree.map(lambda u: (damping * u).astype(u.dtype), updates)
-        return optax.apply_updates(others, updates), others_state
+        return cast(Params, optax.apply_updates(others, updates)), others_state
 
     def _differentiate(
-        self, fn: LossFn, sites: dict[str, AbstractSites], others: Params, *, with_others: bool
-    ) -> tuple[Array, Any, dict[str, Perturbation], Params | None]:
+        self, fn: LossFn, sites: Sites, others: Params, *, with_others: bool
+    ) -> tuple[Array, Any, dict[str, Perturbation], Params]:
         """Loss, auxiliary output, natural direction and gradient of the other parameters, from one forward pass."""
         zero = {name: value.perturbation(for_step=True) for name, value in sites.items()}
         shapes = {} if self.floor is None else _marginal_shapes(fn, sites, zero, others)
         # Expectations of the data's own variances: their gradients are what a floor applies to.
         variance = {name: jnp.zeros(shape, sites[name].lambda1.dtype) for name, shape in shapes.items()}
 
-        def loss_fn(
-            epsilon: dict, variance: dict, others: Params, weight: dict
-        ) -> tuple[Array, Any]:
+        def loss_fn(epsilon: dict, variance: dict, others: Params, weight: dict) -> tuple[Array, Any]:
             perturbed = {
                 name: Perturbed(
                     value, dataclasses.replace(epsilon[name], variance=variance.get(name), weight=weight.get(name)), []
@@ -274,7 +283,7 @@ class NaturalGradient(_NumPyroOptim):
 
         if self.floor is None:
             direction, (loss, aux, rest) = gradients({})
-            return loss, aux, direction, rest[1] if with_others else None
+            return loss, aux, direction, rest[1] if with_others else {}
         # ∂loss/∂ε is linear in the gradients g_i = ∂loss/∂v_i = β_i/2, and `weight` adds to them. So the direction for
         # floored β is the one for β plus the linear map applied to the difference, which is zero for most likelihoods.
         direction, linear, (loss, aux, rest) = jax.linearize(gradients, variance, has_aux=True)
@@ -282,16 +291,20 @@ class NaturalGradient(_NumPyroOptim):
         needed = jnp.stack([jnp.any(d != 0) for d in difference.values()] or [jnp.asarray(False)]).any()
         correction = lax.cond(needed, linear, lambda _: jax.tree.map(jnp.zeros_like, direction), difference)
         direction = jax.tree.map(jnp.add, direction, correction)
-        return loss, aux, direction, rest[1] if with_others else None
+        return loss, aux, direction, rest[1] if with_others else {}
 
 
-def _unperturbed(sites: dict[str, AbstractSites]) -> dict[str, Perturbed]:
+def _moved(sites: Sites, direction: dict[str, Perturbation], rate: Array) -> Sites:
+    return {name: value.natural_step(direction[name], rate) for name, value in sites.items()}
+
+
+def _unperturbed(sites: Sites) -> dict[str, Perturbed]:
     """Sites at zero perturbation: tells the guide that this is a training step, at the sites' own inputs."""
     return {name: Perturbed(value, value.perturbation(for_step=False), []) for name, value in sites.items()}
 
 
 def _marginal_shapes(
-    fn: LossFn, sites: dict[str, AbstractSites], zero: dict[str, Perturbation], others: Params
+    fn: LossFn, sites: Sites, zero: dict[str, Perturbation], others: Params
 ) -> dict[str, tuple[int, ...]]:
     """Shape of the marginals that each site meets in the loss: an abstract trace, without arithmetic."""
     perturbed = {name: Perturbed(value, zero[name], []) for name, value in sites.items()}
