@@ -174,8 +174,8 @@ class _SwapGaussianProcesses(Messenger):
             if size != frame.size:
                 message = (
                     f"GP site {name!r} lies inside plate {frame.name!r}, which subsamples {frame.size} of {size}. "
-                    "A GP is one random function, not one for each row: sample it before the plate, at the inputs of the batch "
-                    "(with `num_data` as the plate's size), or at all inputs and then take "
+                    "A GP is one random function, not one for each row: sample it before the plate, at the inputs of "
+                    "the batch (with `num_data` as the plate's size), or at all inputs and then take "
                     "`numpyro.subsample(f, event_dim=0)` inside."
                 )
                 raise ValueError(message)
@@ -279,6 +279,7 @@ class AbstractAutoSparseGP(AutoGuide):
         return {name: site["value"] for name, site in trace.items() if site["type"] == "sample"}
 
     def _run_base(self, predicting: bool, args: tuple, kwargs: dict) -> dict[str, dict]:
+        names: tuple[str, ...] | None = None
         if isinstance(self.base, AutoGuide):
             names = self._latent_names(predicting, args, kwargs)
             if not names:
@@ -292,7 +293,10 @@ class AbstractAutoSparseGP(AutoGuide):
 
         with _explained(), handlers.block(hide_fn=hides), handlers.trace() as base_trace:
             self.base(*args, **kwargs)
-        return base_trace
+        if names is None:
+            return base_trace
+        # An autoguide first run without outcomes takes them for latent variables: they are the model's to draw.
+        return {name: site for name, site in base_trace.items() if site["type"] != "sample" or name in names}
 
     def _latent_names(self, predicting: bool, args: tuple, kwargs: dict) -> tuple[str, ...]:
         """Which latents are the base guide's: found where the data are given, and remembered among the parameters."""

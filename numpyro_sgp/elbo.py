@@ -224,7 +224,7 @@ class _Particle:
             return result
 
         at_sample = terms(model_trace)
-        elbo = jnp.zeros(())
+        elbo = 0.0  # without a dtype of its own, so that a float32 model has a float32 loss under x64
         for name in sites:
             elbo = elbo - jnp.sum(
                 scale_and_mask(
@@ -242,7 +242,7 @@ class _Particle:
         for index, rule in enumerate(rules):
             elbo = elbo + self.integrate(rule, free, guide_trace, terms, jax.random.fold_in(self.noise_key, index))
         mutable_state = {**_mutable(guide_trace), **_mutable(model_trace)}
-        return elbo, mutable_state or None
+        return jnp.asarray(elbo), mutable_state or None
 
     def rules(
         self,
@@ -283,7 +283,7 @@ class _Particle:
         def at(z: Mapping[str, Array]) -> Array:
             values = {name: mean + scale * z[name] for name, (mean, scale) in moments.items() if name in z}
             result = terms(self.run_model(guide_trace, values))
-            return sum((result[name] for name in rule.terms), start=jnp.zeros(()))
+            return jnp.asarray(sum(result[name] for name in rule.terms))
 
         if rule.axes is None:
             half = self.loss.num_samples // 2

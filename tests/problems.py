@@ -22,7 +22,7 @@ LENGTHSCALE, VARIANCE, NOISE, MEAN = np.array([0.8, 1.1]), 1.3, 0.5, 0.4
 
 
 def inputs(rows, seed):
-    return np.random.default_rng(seed).uniform(-2.0, 2.0, size=(rows, D))
+    return np.random.default_rng(seed).uniform(-1.2, 1.2, size=(rows, D))
 
 
 X, Z, X_NEW = inputs(N, 0), inputs(M, 1), inputs(N_NEW, 2)
@@ -157,3 +157,18 @@ def dense_posterior(guide_name, params: dict[str, Any], prior, prior_at_training
     lambda1, Lambda2 = np.asarray(own["sites"].lambda1), np.asarray(own["sites"].Lambda2)
     Lambda2 = np.diag(Lambda2) if guide_name in ("per_datum", "dense") else Lambda2
     return oracles.from_sites(lambda1, Lambda2, prior.Kuu, site_basis(guide_name, prior, prior_at_training))
+
+
+def svi_at(params, model, guide, optim, *args, loss=None, **kwargs):
+    """An SVI object and its state, with the parameters of the posterior as in `params` and the others as initialised."""
+    svi = SVI(model, guide, optim, sgp.QuadratureELBO() if loss is None else loss)
+    state = svi.init(jax.random.key(0), *args, **kwargs)
+    current = svi.optim.get_params(state.optim_state)
+    own = {name: value for name, value in params.items() if name.startswith("f_auto_")}
+    return svi, state._replace(optim_state=svi.optim.init({**current, **own}))
+
+
+def sites_of(svi, state):
+    """λ₁ and Λ₂ (its diagonal for one site a row) of the GP site."""
+    sites = svi.get_params(state)["f_auto_sites"]
+    return sites.lambda1, sites.Lambda2

@@ -25,6 +25,8 @@ from problems import (
     blocks,
     dense_posterior,
     site_basis,
+    sites_of,
+    svi_at,
 )
 import pytest
 from scipy.optimize import minimize
@@ -35,20 +37,6 @@ from numpyro_sgp.sites import DatumSites, Perturbation, Perturbed, TiedSites, pe
 natural_guides = pytest.mark.parametrize("name", NATURAL)
 TIED = ["natural", "tied", "tied_covariance"]
 frozen = optax.set_to_zero()
-
-
-def started(model, guide, optim, params, *args, **kwargs):
-    """An SVI object and its state with the sites set."""
-    svi = SVI(model, guide, optim, sgp.QuadratureELBO())
-    state = svi.init(jax.random.key(0), *args, **kwargs)
-    current = svi.optim.get_params(state.optim_state)
-    own = {key: value for key, value in params.items() if key.startswith("f_auto_")}
-    return svi, state._replace(optim_state=svi.optim.init({**current, **own}))
-
-
-def sites_of(svi, state):
-    sites = svi.get_params(state)["f_auto_sites"]
-    return np.asarray(sites.lambda1), np.asarray(sites.Lambda2)
 
 
 def set_up(name, likelihood, seed=0, **options):
@@ -80,7 +68,7 @@ def test_the_fixed_point_is_the_optimum_of_the_dense_bound_and_below_the_evidenc
     model, guide, svi, state = fitted(name, likelihood, sgp.NaturalGradient(0.8, frozen, e_steps=80, m_steps=0))
     prior, log_density = blocks(name), model.log_density(model.y)
     [(m, S)], bound = oracles.optimal_posterior(log_density, [(prior.Kuu, prior.Kuf, prior.kff)], MEAN)
-    assert_allclose(-svi.evaluate(state, X, model.y), bound, rtol=1e-9)
+    assert_allclose(-jax.jit(svi.evaluate)(state, X, model.y), bound, rtol=1e-9)
     new = blocks(name, X_NEW)
     mean, covariance = oracles.conditional(m, S, new.Kuu, new.Kuf, new.Kff)
     q = guide.posterior(jax.random.key(1), svi.get_params(state), X_NEW)["f"]
@@ -89,7 +77,7 @@ def test_the_fixed_point_is_the_optimum_of_the_dense_bound_and_below_the_evidenc
     own = blocks(name)
     mean, covariance = oracles.conditional(m, S, own.Kuu, own.Kuf, own.Kff)
     evidence, standard_error = oracles.log_evidence(log_density, own.Kff, mean + MEAN, covariance, MEAN)
-    assert standard_error < 0.01
+    assert standard_error < 0.02
     assert bound < evidence + 5.0 * standard_error
     assert sgp.num_refused(state) == 0
 
@@ -105,7 +93,7 @@ def test_without_a_floor_the_fixed_point_is_the_optimum_for_outliers_too(name):
     mean, covariance = oracles.conditional(m, S, prior.Kuu, prior.Kuf, prior.Kff)
     _, by_variance = oracles.expectation_gradients(log_density, [mean + MEAN], [np.diag(covariance)])
     assert max(by_variance[0]) > 0.0  # some precision is negative at the optimum
-    assert_allclose(-svi.evaluate(state, X, model.y), bound, rtol=1e-9)
+    assert_allclose(-jax.jit(svi.evaluate)(state, X, model.y), bound, rtol=1e-9)
 
 
 def two_classes(X, y=None):
@@ -130,7 +118,7 @@ def test_the_fixed_point_of_two_latents_for_each_datum_is_the_optimum_of_the_den
     state, _ = jax.jit(svi.update)(svi.init(jax.random.key(0), X, y), X, y)
     prior = blocks(name)
     posteriors, bound = oracles.optimal_posterior(log_density, [(prior.Kuu, prior.Kuf, prior.kff)] * 2, num_nodes=10)
-    assert_allclose(-svi.evaluate(state, X, y), bound, rtol=1e-9)
+    assert_allclose(-jax.jit(svi.evaluate)(state, X, y), bound, rtol=1e-9)
     new = blocks(name, X_NEW)
     means = [oracles.conditional(m, S, new.Kuu, new.Kuf, new.Kff)[0] for m, S in posteriors]
     q = guide.posterior(jax.random.key(1), svi.get_params(state), X_NEW)["f"]
@@ -147,11 +135,12 @@ def three_classes(X, y=None):
 
 @pytest.mark.usefixtures("x64")
 def test_the_fixed_point_of_three_classes_is_the_optimum_of_the_same_sampled_bound():
-    # One key for all evaluations: the draws, and so the bound, are the same for both guides.
+    # One key for all evaluations: the draws, and so the bound, are the same for both guides. A sampled bound has
+    # sampled precisions, some of them negative: with a floor the fixed point would be another one.
     y, key = np.array([0, 1, 2, 0, 1, 2, 2]), jax.random.key(5)
     loss = sgp.QuadratureELBO(num_samples=16)
     guide = GUIDES["tied"](three_classes, Z)
-    optim = sgp.NaturalGradient(0.5, frozen, e_steps=150, m_steps=0)
+    optim = sgp.NaturalGradient(0.5, frozen, e_steps=150, m_steps=0, floor=None)
 
     def objective(params):
         return loss.loss(key, params, three_classes, guide, X, y), None
@@ -187,9 +176,9 @@ def test_the_fixed_point_of_three_classes_is_the_optimum_of_the_same_sampled_bou
 def direction_of(name, params, model, guide, X, y, num_data, **options):
     """∂loss/∂ε₁ and ∂loss/∂ε₂, from the sites before and after a step."""
     rate = 0.25
-    svi, state = started(model, guide, sgp.NaturalGradient(rate, frozen, **options), params, X, y, num_data)
+    svi, state = svi_at(params, model, guide, sgp.NaturalGradient(rate, frozen, **options), X, y, num_data)
     lambda1, Lambda2 = sites_of(svi, state)
-    new_lambda1, new_Lambda2 = sites_of(svi, svi.update(state, X, y, num_data)[0])
+    new_lambda1, new_Lambda2 = sites_of(svi, jax.jit(lambda *args: svi.update(*args, num_data))(state, X, y)[0])
     return (lambda1 - new_lambda1) / rate, (new_Lambda2 - Lambda2) / (2.0 * rate)
 
 
@@ -252,10 +241,8 @@ def test_the_direction_is_the_inverse_fisher_matrix_times_the_gradient(name):
     # The Fisher matrix is the Jacobian of the expectation parameters.
     fisher = np.array([oracles.derivative(lambda t, unit=unit: expectation(t * unit), 0.1) for unit in units])
     expected = np.linalg.solve(fisher, gradient)
-    got = np.array([*direction1, direction2[0, 0], direction2[0, 1] + direction2[1, 0], direction2[1, 1]])
-    # `direction2` is dual to a matrix; its off-diagonal entries are one parameter.
-    got[3] /= 2.0 / 2.0
-    assert_allclose(got, expected * np.array([1, 1, 1, 1, 1]), rtol=1e-6)
+    got = [*direction1, direction2[0, 0], direction2[0, 1] + direction2[1, 0], direction2[1, 1]]
+    assert_allclose(got, expected, rtol=1e-7)
 
 
 def target(name, model, y, params, floor, X_batch=X, scale=1.0):
@@ -280,9 +267,9 @@ def target(name, model, y, params, floor, X_batch=X, scale=1.0):
 @pytest.mark.usefixtures("x64")
 def test_a_step_moves_to_the_targets_of_floored_precisions(name, floor):
     model, guide, y, params = set_up(name, "student_t_with_outliers")
-    svi, state = started(model, guide, sgp.NaturalGradient(0.4, frozen, floor=floor), params, X, y)
+    svi, state = svi_at(params, model, guide, sgp.NaturalGradient(0.4, frozen, floor=floor), X, y)
     old1, old2 = sites_of(svi, state)
-    new1, new2 = sites_of(svi, svi.update(state, X, y)[0])
+    new1, new2 = sites_of(svi, jax.jit(svi.update)(state, X, y)[0])
     target1, target2, beta = target(name, model, y, params, floor)
     assert np.min(beta) < 0.0 < 0.3 < np.max(beta)
     assert_allclose(new1, 0.6 * old1 + 0.4 * target1, rtol=1e-8)
@@ -292,7 +279,7 @@ def test_a_step_moves_to_the_targets_of_floored_precisions(name, floor):
 @pytest.mark.usefixtures("x64")
 def test_the_floor_keeps_tied_precisions_positive_semi_definite():
     model, guide, y, _ = set_up("tied", "student_t_with_outliers")
-    svi, state = started(model, guide, sgp.NaturalGradient(1.0, frozen, e_steps=20, m_steps=0), {}, X, y)
+    svi, state = svi_at({}, model, guide, sgp.NaturalGradient(1.0, frozen, e_steps=20, m_steps=0), X, y)
     state, _ = jax.jit(svi.update)(state, X, y)
     Lambda2 = sites_of(svi, state)[1]
     assert np.min(np.linalg.eigvalsh(Lambda2)) > -1e-10 * np.max(Lambda2)
@@ -305,8 +292,8 @@ def test_a_step_after_the_inducing_inputs_have_moved_starts_from_the_same_poster
     model, guide, y, params = set_up("tied", "poisson", learn_inducing=True)
     moved = Z + 0.2 * np.random.default_rng(1).normal(size=Z.shape)
     params = {**params, "f_auto_inducing": sgp.InducingPoints(jnp.asarray(moved))}
-    svi, state = started(model, guide, sgp.NaturalGradient(0.4, frozen), params, X, y)
-    new = svi.get_params(svi.update(state, X, y)[0])["f_auto_sites"]
+    svi, state = svi_at(params, model, guide, sgp.NaturalGradient(0.4, frozen), X, y)
+    new = svi.get_params(jax.jit(svi.update)(state, X, y)[0])["f_auto_sites"]
     prior, old = blocks("tied", Z=moved), params["f_auto_sites"]
     shared = oracles.se(Z, moved, LENGTHSCALE, VARIANCE) + JITTER * VARIANCE * np.eye(M)
     W = np.linalg.solve(prior.Kuu, shared.T).T
@@ -398,7 +385,7 @@ def test_the_perturbation_is_the_first_order_change_of_the_dense_posterior():
 def test_the_step_size_schedule_is_used_one_value_for_each_update():
     # With a Gaussian likelihood the targets stay where they are: steps of 1 / (k + 2) average them with the start.
     model, guide, y, params = set_up("tied", "normal")
-    svi, state = started(model, guide, sgp.NaturalGradient(lambda k: 1.0 / (k + 2.0), frozen), params, X, y)
+    svi, state = svi_at(params, model, guide, sgp.NaturalGradient(lambda k: 1.0 / (k + 2.0), frozen), X, y)
     old1, old2 = sites_of(svi, state)
     target1, target2, _ = target("tied", model, y, params, None)
     update = jax.jit(svi.update)
@@ -415,10 +402,10 @@ def test_the_step_size_schedule_is_used_one_value_for_each_update():
 def test_a_schedule_of_steps_is_the_loop_written_out(steps):
     model, guide, y, params = set_up("tied", "student_t_with_outliers")
     rate, others = 0.3, optax.adam(1e-2)
-    svi, state = started(model, guide, sgp.NaturalGradient(rate, others, e_steps=steps[0], m_steps=steps[1]), params, X, y)
+    svi, state = svi_at(params, model, guide, sgp.NaturalGradient(rate, others, e_steps=steps[0], m_steps=steps[1]), X, y)
     values = {key: v for key, v in svi.optim.get_params(state.optim_state).items() if key != "f_auto_sites"}
     trained = {key: values[key] for key in ("lengthscale", "noise", "variance")}
-    first = svi.evaluate(state, X, y)
+    first = jax.jit(svi.evaluate)(state, X, y)
     for _ in range(2):
         state, loss = jax.jit(svi.update)(state, X, y)
     got, (got1, got2) = svi.optim.get_params(state.optim_state), sites_of(svi, state)
@@ -472,7 +459,7 @@ def test_a_batch_with_nan_is_refused_and_later_steps_go_on(name):
     broken = np.where(np.arange(N) == 2, np.nan, y)
     before, _ = update(state, X, y)
     state, loss = update(before, X, broken)
-    assert np.isnan(loss)
+    assert not np.isfinite(loss)
     assert sgp.num_refused(state) == 1
     # The loss here may be what a bad step led to, so it goes back to where the loss was last finite: the start.
     same(svi.get_params(state), svi.get_params(svi.init(jax.random.key(0), X, y)))
@@ -492,34 +479,46 @@ def test_a_batch_with_nan_is_refused_and_later_steps_go_on(name):
 @pytest.mark.usefixtures("x64")
 def test_a_refused_step_halves_the_next_one_and_a_success_restores_it():
     model, guide, y, _ = set_up("tied", "normal")
-    svi, state = started(model, guide, sgp.NaturalGradient(1.0, frozen), {}, X, y)
+    svi, state = svi_at({}, model, guide, sgp.NaturalGradient(1.0, frozen), X, y)
     broken = np.where(np.arange(N) == 2, np.nan, y)
     target1, target2, _ = target("tied", model, y, svi.get_params(state), None)
-    state, _ = svi.update(state, X, broken)
+    update = jax.jit(svi.update)
+    state, _ = update(state, X, broken)
     for weight in (0.5, 1.0):
-        state, _ = svi.update(state, X, y)
+        state, _ = jax.jit(svi.update)(state, X, y)
         new1, new2 = sites_of(svi, state)
         assert_allclose(new1, weight * target1, rtol=1e-8)
         assert_allclose(new2, weight * target2, rtol=1e-8)
 
 
+def log_two_modes(f, y):
+    return np.log(np.exp(-0.5 * ((y - f) / 0.6) ** 2) + np.exp(-0.5 * ((y + f) / 0.6) ** 2))
+
+
+def two_modes(X, y=None):
+    kernel = sgp.kernels.SquaredExponential(jnp.asarray(LENGTHSCALE), VARIANCE)
+    f = numpyro.sample("f", sgp.GaussianProcess(kernel, X, MEAN, jitter=JITTER))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.factor("y", jnp.logaddexp(-0.5 * ((y - f) / 0.6) ** 2, -0.5 * ((y + f) / 0.6) ** 2))
+
+
 @pytest.mark.usefixtures("x64")
 def test_steps_that_leave_the_cone_are_refused_until_the_optimum_is_reached():
-    likelihood = "student_t_with_outliers"
-    model, guide, y, _ = set_up("tied", likelihood)
-    y = 3.0 * y
-    svi = SVI(model, guide, sgp.NaturalGradient(1.0, frozen, floor=None), sgp.QuadratureELBO())
+    # |f| is observed: around f = 0 the likelihood is strongly convex, and a full step from the prior makes Kuu⁻¹ + Λ₂
+    # indefinite.
+    y = np.array([1.5, 1.2, 2.0, 1.7, 1.1, 1.4, 1.6])
+    guide = GUIDES["tied"](two_modes, Z)
+    svi = SVI(two_modes, guide, sgp.NaturalGradient(1.0, frozen, floor=None), sgp.QuadratureELBO())
     state = svi.init(jax.random.key(0), X, y)
     update, losses = jax.jit(svi.update), []
-    for _ in range(200):
+    for _ in range(100):
         state, loss = update(state, X, y)
         losses.append(loss)
-    assert np.all(np.isfinite(svi.get_params(state)["f_auto_sites"].Lambda2))
     prior = blocks("tied")
-    [_], bound = oracles.optimal_posterior(model.log_density(y), [(prior.Kuu, prior.Kuf, prior.kff)], MEAN)
-    print(sgp.num_refused(state), -bound, losses[-5:], np.isnan(losses).sum())
+    [_], bound = oracles.optimal_posterior(partial(log_two_modes, y=y), [(prior.Kuu, prior.Kuf, prior.kff)], MEAN)
+    print(sgp.num_refused(state), -bound, losses, np.isnan(losses).sum())
     assert sgp.num_refused(state) > 0
-    assert_allclose(np.nanmin(losses), -bound, rtol=1e-6)
+    assert_allclose(losses[-1], -bound, rtol=1e-8)
 
 
 @pytest.mark.usefixtures("x64")
@@ -528,11 +527,11 @@ def test_a_stable_update_reports_a_refused_step_as_nan():
     # One step of the others that ends at infinity: the loss is finite here, the step is not.
     svi = SVI(model, guide, sgp.NaturalGradient(0.5, optax.sgd(np.inf)), sgp.QuadratureELBO())
     start = svi.init(jax.random.key(0), X, y)
-    state, loss = svi.stable_update(start, X, y)
+    state, loss = jax.jit(svi.stable_update)(start, X, y)
     assert np.isnan(loss)
     assert sgp.num_refused(state) == 1
     same(svi.get_params(state), svi.get_params(start))
-    state, loss = svi.update(start, X, y)
+    state, loss = jax.jit(svi.update)(start, X, y)
     assert np.isfinite(loss)
     assert sgp.num_refused(state) == 1
     same(svi.get_params(state), svi.get_params(start))
@@ -568,6 +567,7 @@ def test_wrong_arguments_say_what_is_needed(arguments, error, message):
         sgp.NaturalGradient(**arguments)
 
 
+@pytest.mark.usefixtures("x64")
 def test_a_guide_without_sites_is_refused():
     model = Model()
     svi = SVI(model, GUIDES["whitened"](model, Z), sgp.NaturalGradient(), sgp.QuadratureELBO())
