@@ -11,6 +11,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
+from numpyro.infer import SVI
 import oracles
 from scipy.special import loggamma
 
@@ -172,3 +173,8 @@ def sites_of(svi, state):
     """λ₁ and Λ₂ (its diagonal for one site a row) of the GP site."""
     sites = svi.get_params(state)["f_auto_sites"]
     return sites.lambda1, sites.Lambda2
+
+
+def converged(svi, state, steps, *args):
+    """The state after many updates, in one compiled loop."""
+    return jax.jit(lambda state: jax.lax.fori_loop(0, steps, lambda _, s: svi.update(s, *args)[0], state))(state)

@@ -40,6 +40,7 @@ from problems import (
     X,
     Z,
     blocks,
+    converged,
     dense_posterior,
     sites_of,
     svi_at,
@@ -273,9 +274,8 @@ def test_fixed_inducing_inputs_have_no_gradient(name):
 def bernoulli_optimum(name, steps=60):
     """Parameters after full natural steps to convergence at fixed hyperparameters."""
     model, guide, y, params = set_up(name, "bernoulli")
-    svi, state = svi_at(params, model, guide, sgp.NaturalGradient(1.0, frozen, e_steps=steps, m_steps=0), X, y)
-    state, _ = jax.jit(svi.update)(state, X, y)
-    return model, guide, y, svi.get_params(state)
+    svi, state = svi_at(params, model, guide, sgp.NaturalGradient(1.0, frozen, m_steps=0), X, y)
+    return model, guide, y, svi.get_params(converged(svi, state, steps, X, y))
 
 
 @pytest.mark.parametrize("name", NATURAL)
@@ -319,8 +319,8 @@ def test_away_from_the_hyperparameters_of_the_e_step_fixed_sites_give_the_tighte
     bounds = {}
     for name in ("per_datum", "tied", "natural"):
         guide = GUIDES[name](classification, Z)
-        svi = SVI(classification, guide, sgp.NaturalGradient(1.0, frozen, e_steps=30, m_steps=0), sgp.QuadratureELBO())
-        state, _ = jax.jit(svi.update)(svi.init(jax.random.key(0), X, y), X, y)
+        svi = SVI(classification, guide, sgp.NaturalGradient(1.0, frozen, m_steps=0), sgp.QuadratureELBO())
+        state = converged(svi, svi.init(jax.random.key(0), X, y), 30, X, y)
         bounds[name] = (guide, svi.get_params(state))
     Kuu = oracles.with_jitter(oracles.se(Z, Z, 0.5, 1.5), 1e-6)
     W = np.linalg.inv(np.linalg.cholesky(Kuu))  # of whitened sites

@@ -1,5 +1,6 @@
 """Natural steps: their direction, their fixed points, their floor, their schedules and their refusals."""
 
+from functools import partial
 
 from guides import GUIDES, NATURAL, ONE_SITE_A_ROW, arbitrary_parameters, initial_parameters, loss_at
 import jax
@@ -23,6 +24,7 @@ from problems import (
     X,
     Z,
     blocks,
+    converged,
     dense_posterior,
     site_basis,
     sites_of,
@@ -48,12 +50,13 @@ def set_up(name, likelihood, seed=0, **options):
 # The fixed point is the optimum.
 
 
-def fitted(name, likelihood, optim):
+def fitted(name, likelihood, steps, *options, **more):
+    """Model, guide, SVI object, state and bound after many natural steps at fixed hyperparameters."""
     model = Model(likelihood)
     guide = GUIDES[name](model, Z)
-    svi = SVI(model, guide, optim, sgp.QuadratureELBO())
-    state, _ = jax.jit(svi.update)(svi.init(jax.random.key(0), X, model.y), X, model.y)
-    return model, guide, svi, state
+    svi = SVI(model, guide, sgp.NaturalGradient(*options, frozen, m_steps=0, **more), sgp.QuadratureELBO())
+    state = converged(svi, svi.init(jax.random.key(0), X, model.y), steps, X, model.y)
+    return model, guide, svi, state, -svi.evaluate(state, X, model.y)
 
 
 @pytest.mark.parametrize(
@@ -65,10 +68,10 @@ def fitted(name, likelihood, optim):
 )
 @pytest.mark.usefixtures("x64")
 def test_the_fixed_point_is_the_optimum_of_the_dense_bound_and_below_the_evidence(name, likelihood):
-    model, guide, svi, state = fitted(name, likelihood, sgp.NaturalGradient(0.8, frozen, e_steps=80, m_steps=0))
+    model, guide, svi, state, reached = fitted(name, likelihood, 80, 0.8)
     prior, log_density = blocks(name), model.log_density(model.y)
     [(m, S)], bound = oracles.optimal_posterior(log_density, [(prior.Kuu, prior.Kuf, prior.kff)], MEAN)
-    assert_allclose(-jax.jit(svi.evaluate)(state, X, model.y), bound, rtol=1e-9)
+    assert_allclose(reached, bound, rtol=1e-9)
     new = blocks(name, X_NEW)
     mean, covariance = oracles.conditional(m, S, new.Kuu, new.Kuf, new.Kff)
     q = guide.posterior(jax.random.key(1), svi.get_params(state), X_NEW)["f"]
@@ -86,14 +89,13 @@ def test_the_fixed_point_is_the_optimum_of_the_dense_bound_and_below_the_evidenc
 @pytest.mark.usefixtures("x64")
 def test_without_a_floor_the_fixed_point_is_the_optimum_for_outliers_too(name):
     likelihood = "student_t_with_outliers"
-    optim = sgp.NaturalGradient(0.3, frozen, e_steps=300, m_steps=0, floor=None)
-    model, _, svi, state = fitted(name, likelihood, optim)
+    model, _, _, _, reached = fitted(name, likelihood, 300, 0.3, floor=None)
     prior, log_density = blocks(name), model.log_density(model.y)
     [(m, S)], bound = oracles.optimal_posterior(log_density, [(prior.Kuu, prior.Kuf, prior.kff)], MEAN)
     mean, covariance = oracles.conditional(m, S, prior.Kuu, prior.Kuf, prior.Kff)
     _, by_variance = oracles.expectation_gradients(log_density, [mean + MEAN], [np.diag(covariance)])
     assert max(by_variance[0]) > 0.0  # some precision is negative at the optimum
-    assert_allclose(-jax.jit(svi.evaluate)(state, X, model.y), bound, rtol=1e-9)
+    assert_allclose(reached, bound, rtol=1e-9)
 
 
 def two_classes(X, y=None):
@@ -114,11 +116,11 @@ def test_the_fixed_point_of_two_latents_for_each_datum_is_the_optimum_of_the_den
 
     guide = GUIDES[name](two_classes, Z)
     loss = sgp.QuadratureELBO(num_nodes=10)
-    svi = SVI(two_classes, guide, sgp.NaturalGradient(0.8, frozen, e_steps=80, m_steps=0), loss)
-    state, _ = jax.jit(svi.update)(svi.init(jax.random.key(0), X, y), X, y)
+    svi = SVI(two_classes, guide, sgp.NaturalGradient(0.8, frozen, m_steps=0), loss)
+    state = converged(svi, svi.init(jax.random.key(0), X, y), 80, X, y)
     prior = blocks(name)
     posteriors, bound = oracles.optimal_posterior(log_density, [(prior.Kuu, prior.Kuf, prior.kff)] * 2, num_nodes=10)
-    assert_allclose(-jax.jit(svi.evaluate)(state, X, y), bound, rtol=1e-9)
+    assert_allclose(-svi.evaluate(state, X, y), bound, rtol=1e-9)
     new = blocks(name, X_NEW)
     means = [oracles.conditional(m, S, new.Kuu, new.Kuf, new.Kff)[0] for m, S in posteriors]
     q = guide.posterior(jax.random.key(1), svi.get_params(state), X_NEW)["f"]
@@ -140,13 +142,13 @@ def test_the_fixed_point_of_three_classes_is_the_optimum_of_the_same_sampled_bou
     y, key = np.array([0, 1, 2, 0, 1, 2, 2]), jax.random.key(5)
     loss = sgp.QuadratureELBO(num_samples=16)
     guide = GUIDES["tied"](three_classes, Z)
-    optim = sgp.NaturalGradient(0.5, frozen, e_steps=150, m_steps=0, floor=None)
+    optim = sgp.NaturalGradient(0.5, frozen, m_steps=0, floor=None)
 
     def objective(params):
         return loss.loss(key, params, three_classes, guide, X, y), None
 
     state = optim.init(initial_parameters(three_classes, guide, X, y))
-    _, state = jax.jit(lambda state: optim.eval_and_update(objective, state))(state)
+    state = jax.jit(lambda s: jax.lax.fori_loop(0, 150, lambda _, s: optim.eval_and_update(objective, s)[1], s))(state)
     params = optim.get_params(state)
 
     whitened = GUIDES["whitened"](three_classes, Z)
@@ -345,7 +347,7 @@ def test_derivatives_at_zero_are_those_of_a_finite_perturbation(kind):
     for got, expected in zip(package(*at), explicit(*at), strict=True):
         assert_allclose(got, expected, rtol=0.0)
     for differentiate in (jax.jacrev, jax.jacfwd):
-        got, expected = (differentiate(fn, argnums=(0, 1, 2))(*at) for fn in (package, explicit))
+        got, expected = (jax.jit(differentiate(fn, argnums=(0, 1, 2)))(*at) for fn in (package, explicit))
         for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
             assert_allclose(ours, theirs, rtol=1e-12, atol=1e-14)
 
