@@ -63,4 +63,5 @@ def arbitrary_parameters(model, guide, *args, seed=0, **kwargs):
 def loss_at(params, model, guide, *args, key=0, loss=None, **kwargs):
     """The loss at given parameters."""
     loss = sgp.QuadratureELBO() if loss is None else loss
-    return loss.loss(jax.random.key(key), params, model, guide, *args, **kwargs)
+    rng_key = jax.random.key(key) if isinstance(key, int) else key
+    return loss.loss(rng_key, params, model, guide, *args, **kwargs)

@@ -81,7 +81,8 @@ def test_predictive_draws_at_new_inputs_have_the_moments_of_the_posterior(name):
     guide = GUIDES[name](plain, Z)
     params = arbitrary_parameters(plain, guide, X, y)
     q = guide.posterior(jax.random.key(0), params, X_new)["f"]
-    draws = Predictive(plain, guide=guide, params=params, num_samples=DRAWS)(jax.random.key(1), X_new)
+    predictive = Predictive(plain, guide=guide, params=params, num_samples=DRAWS, return_sites=["f", "y"])
+    draws = predictive(jax.random.key(1), X_new)
     assert np.max(np.abs(q.covariance() - np.diag(q.variance))) > 0.05  # there is a covariance to be found
     check_moments(draws["f"], q.mean, q.covariance())
     check_moments(draws["y"], q.mean, q.covariance() + NOISE**2 * np.eye(N_NEW))
@@ -208,7 +209,9 @@ def guide_of(case):
 def predictions(model, guide, params):
     """Numbers that a guide gives without outputs, from its parameters."""
     key = jax.random.key(7)
-    draws = Predictive(model, guide=guide, params=params, num_samples=3, parallel=True)(key, X_new)
+    sites = [*guide.median(params), "f", "y"]
+    predictive = Predictive(model, guide=guide, params=params, num_samples=3, parallel=True, return_sites=sites)
+    draws = predictive(key, X_new)
     q = guide.posterior(key, params, X_new)["f"]
     median = guide.median(params, X_new)
     joint = guide.sample_posterior(key, params, X_new)
@@ -269,14 +272,15 @@ def test_an_autoguide_of_the_user_predicts_outcomes_by_the_likelihood_in_a_fresh
         return GUIDES["tied"](continuous, Z, base=AutoNormal(handlers.block(continuous, hide=["f"])))
 
     params = arbitrary_parameters(continuous, used := fresh(), X, y)
+    sites = ["noise", "lengthscale", "f", "y"]
     predicted = [
-        Predictive(continuous, guide=guide, params=params, num_samples=4)(jax.random.key(0), X_new)
+        Predictive(continuous, guide=guide, params=params, num_samples=4, return_sites=sites)(jax.random.key(0), X_new)
         for guide in (used, fresh())
     ]
     residual = (predicted[1]["y"] - predicted[1]["f"]) / predicted[1]["noise"][:, None]
     assert np.all(np.abs(residual) < 5.0)
     assert len(np.unique(np.round(residual, 9))) == residual.size
-    for site in ("noise", "lengthscale", "f", "y"):
+    for site in sites:
         assert_allclose(predicted[1][site], predicted[0][site], rtol=1e-10)
 
 
