@@ -36,7 +36,6 @@ from scipy.optimize import minimize
 import numpyro_sgp as sgp
 from numpyro_sgp.sites import DatumSites, Perturbation, Perturbed, TiedSites, perturb_kl, perturb_marginals
 
-natural_guides = pytest.mark.parametrize("name", NATURAL)
 TIED = ["natural", "tied", "tied_covariance"]
 frozen = optax.set_to_zero()
 
@@ -264,8 +263,9 @@ def target(name, model, y, params, floor, X_batch=X, scale=1.0):
     return a @ g1, (a * floored) @ a.T, beta
 
 
-@pytest.mark.parametrize("floor", [None, 0.0, 0.3])
-@natural_guides
+@pytest.mark.parametrize(
+    ("name", "floor"), [*[(name, 0.3) for name in NATURAL], *[("tied", floor) for floor in (None, 0.0)]]
+)
 @pytest.mark.usefixtures("x64")
 def test_a_step_moves_to_the_targets_of_floored_precisions(name, floor):
     model, guide, y, params = set_up(name, "student_t_with_outliers")
@@ -399,7 +399,7 @@ def test_the_step_size_schedule_is_used_one_value_for_each_update():
         assert_allclose(new2, weight * old2 + (1.0 - weight) * target2, rtol=1e-8)
 
 
-@pytest.mark.parametrize("steps", [(2, 3), (1, 3), (2, 0), (0, 2), (3, 1)])
+@pytest.mark.parametrize("steps", [(2, 3), (2, 0), (0, 2)])
 @pytest.mark.usefixtures("x64")
 def test_a_schedule_of_steps_is_the_loop_written_out(steps):
     model, guide, y, params = set_up("tied", "student_t_with_outliers")
@@ -408,8 +408,9 @@ def test_a_schedule_of_steps_is_the_loop_written_out(steps):
     values = {key: v for key, v in svi.optim.get_params(state.optim_state).items() if key != "f_auto_sites"}
     trained = {key: values[key] for key in ("lengthscale", "noise", "variance")}
     first = jax.jit(svi.evaluate)(state, X, y)
+    update = jax.jit(svi.update)
     for _ in range(2):
-        state, loss = jax.jit(svi.update)(state, X, y)
+        state, loss = update(state, X, y)
     got, (got1, got2) = svi.optim.get_params(state.optim_state), sites_of(svi, state)
 
     sites = params["f_auto_sites"]
@@ -451,7 +452,7 @@ def same(a, b):
         assert_allclose(x, y, rtol=0.0)
 
 
-@natural_guides
+@pytest.mark.parametrize("name", ["natural", "tied", "dense"])
 @pytest.mark.usefixtures("x64")
 def test_a_batch_with_nan_is_refused_and_later_steps_go_on(name):
     model, guide, y, _ = set_up(name, "poisson")
@@ -508,7 +509,7 @@ def two_modes(X, y=None):
 def test_steps_that_leave_the_cone_are_refused_until_the_optimum_is_reached():
     # |f| is observed: around f = 0 the likelihood is strongly convex, and a full step from the prior makes Kuu⁻¹ + Λ₂
     # indefinite.
-    y = np.array([1.5, 1.2, 2.0, 1.7, 1.1, 1.4, 1.6])
+    y = np.array([3.0, 2.6, 3.4, 3.1, 2.7, 2.9, 3.2])
     guide = GUIDES["tied"](two_modes, Z)
     svi = SVI(two_modes, guide, sgp.NaturalGradient(1.0, frozen, floor=None), sgp.QuadratureELBO())
     state = svi.init(jax.random.key(0), X, y)
