@@ -154,7 +154,9 @@ def dense_posterior(guide_name, params: dict[str, Any], prior, prior_at_training
     own = {name.removeprefix("f_auto_"): value for name, value in params.items() if name.startswith("f_auto_")}
     if guide_name in ("whitened", "unwhitened"):
         m, S_sqrt = np.asarray(own["m"]), np.tril(own["S_sqrt"])
-        return (m, S_sqrt @ S_sqrt.T) if guide_name == "unwhitened" else oracles.from_whitened_root(m, S_sqrt, prior.Kuu)
+        return (
+            (m, S_sqrt @ S_sqrt.T) if guide_name == "unwhitened" else oracles.from_whitened_root(m, S_sqrt, prior.Kuu)
+        )
     lambda1, Lambda2 = np.asarray(own["sites"].lambda1), np.asarray(own["sites"].Lambda2)
     Lambda2 = np.diag(Lambda2) if guide_name in ("per_datum", "dense") else Lambda2
     return oracles.from_sites(lambda1, Lambda2, prior.Kuu, site_basis(guide_name, prior, prior_at_training))

@@ -72,7 +72,7 @@ def titsias(name):
 @every_guide
 @pytest.mark.usefixtures("x64")
 def test_the_posterior_at_new_inputs_is_the_dense_conditional(name):
-    model, guide, _, params = set_up(name)
+    _model, guide, _, params = set_up(name)
     prior = blocks(name, X_NEW)
     m, S = dense_posterior(name, params, prior, blocks(name))
     mean, covariance = oracles.conditional(m, S, prior.Kuu, prior.Kuf, prior.Kff)
@@ -262,9 +262,9 @@ def test_the_gradient_of_trained_inducing_inputs_is_that_of_the_dense_bound(name
 @pytest.mark.usefixtures("x64")
 def test_fixed_inducing_inputs_have_no_gradient(name):
     model, guide, y, params = set_up(name)
-    gradient = jax.grad(
-        lambda inducing: loss_at({**params, "f_auto_inducing": inducing}, model, guide, X, y)
-    )(params["f_auto_inducing"])
+    gradient = jax.grad(lambda inducing: loss_at({**params, "f_auto_inducing": inducing}, model, guide, X, y))(
+        params["f_auto_inducing"]
+    )
     assert_allclose(gradient.Z, 0.0, atol=0.0)
 
 
@@ -363,7 +363,9 @@ def test_losses_and_updates_on_minibatches_average_to_those_on_all_rows(name, ki
     @jax.jit
     def step(X, y):
         new, loss = svi.update(state, X, y, size)
-        return loss, {key: value for key, value in svi.optim.get_params(new.optim_state).items() if key != "auto_latents"}
+        return loss, {
+            key: value for key, value in svi.optim.get_params(new.optim_state).items() if key != "auto_latents"
+        }
 
     steps = [step(X_all[batch], y_all[batch]) for batch in rows]
     average = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *steps)
@@ -468,7 +470,7 @@ def test_a_float32_fit_stays_float32_and_agrees_with_float64(name, enabled):
 @every_guide
 @pytest.mark.usefixtures("x64")
 def test_a_pickled_guide_and_parameters_predict_the_same_at_another_number_of_rows(name):
-    model, guide, y, params = set_up(name)
+    _model, guide, _y, params = set_up(name)
     copy, copied_params = pickle.loads(pickle.dumps((guide, params)))
     expected, q = (g.posterior(jax.random.key(1), p, X_NEW)["f"] for g, p in ((guide, params), (copy, copied_params)))
     assert q.mean.shape == (N_NEW,)

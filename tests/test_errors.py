@@ -65,7 +65,7 @@ def start(model, guide, *args, optim=None, loss=None, **kwargs):
 
 def step(*args, **kwargs):
     svi, state = start(*args, **kwargs)
-    data = [value for value in args[2:]]
+    data = list(args[2:])
     return svi.update(state, *data)
 
 
@@ -106,38 +106,60 @@ def predict_without_parameters(missing):
 MISTAKES = {
     # Inputs of the prior.
     "X of one dimension": (
-        lambda: sgp.GaussianProcess(KERNEL, X[:, 0]), ValueError, ("`X`", "(N, D)", "got (7,)", "X[:, None]"),
+        lambda: sgp.GaussianProcess(KERNEL, X[:, 0]),
+        ValueError,
+        ("`X`", "(N, D)", "got (7,)", "X[:, None]"),
     ),
     "X of one dimension in a model": (
-        lambda: step(model, TSVGP(model, Z), X[:, 0], y), ValueError, ("`X`", "(N, D)", "got (7,)", "X[:, None]"),
+        lambda: step(model, TSVGP(model, Z), X[:, 0], y),
+        ValueError,
+        ("`X`", "(N, D)", "got (7,)", "X[:, None]"),
     ),
     "NaN in X": (
-        lambda: sgp.GaussianProcess(KERNEL, with_nan(X)), ValueError, ("`X`", "(7, 2)", "NaN in 1 rows", "Drop or impute"),
+        lambda: sgp.GaussianProcess(KERNEL, with_nan(X)),
+        ValueError,
+        ("`X`", "(7, 2)", "NaN in 1 rows", "Drop or impute"),
     ),
     "NaN in X in a model": (
-        lambda: step(model, TSVGP(model, Z), with_nan(X), y), ValueError, ("`X`", "NaN in 1 rows", "Drop or impute"),
+        lambda: step(model, TSVGP(model, Z), with_nan(X), y),
+        ValueError,
+        ("`X`", "NaN in 1 rows", "Drop or impute"),
     ),
     "kernel not callable": (
-        lambda: sgp.GaussianProcess(1.0, X), TypeError, ("`kernel`", "k(X, Z)", "got float", "numpyro_sgp.kernels"),
+        lambda: sgp.GaussianProcess(1.0, X),
+        TypeError,
+        ("`kernel`", "k(X, Z)", "got float", "numpyro_sgp.kernels"),
     ),
     "mean of wrong length": (
-        lambda: sgp.GaussianProcess(KERNEL, X, np.zeros(5)), ValueError, ("`mean`", "(7,)", "got (5,)", "for each row of X"),
+        lambda: sgp.GaussianProcess(KERNEL, X, np.zeros(5)),
+        ValueError,
+        ("`mean`", "(7,)", "got (5,)", "for each row of X"),
     ),
     "mean with a column axis": (
-        lambda: sgp.GaussianProcess(KERNEL, X, np.zeros((N, 1))), ValueError, ("`mean`", "(7,)", "got (7, 1)", "Squeeze"),
+        lambda: sgp.GaussianProcess(KERNEL, X, np.zeros((N, 1))),
+        ValueError,
+        ("`mean`", "(7,)", "got (7, 1)", "Squeeze"),
     ),
     "mean function of wrong shape": (
-        lambda: sgp.GaussianProcess(KERNEL, X, lambda x: x), ValueError, ("`mean(X)`", "(7,)", "got (7, 2)", "Squeeze"),
+        lambda: sgp.GaussianProcess(KERNEL, X, lambda x: x),
+        ValueError,
+        ("`mean(X)`", "(7,)", "got (7, 2)", "Squeeze"),
     ),
     "negative jitter": (
-        lambda: sgp.GaussianProcess(KERNEL, X, jitter=-1e-6), ValueError, ("`jitter`", "negative", "got -1e-06", "default"),
+        lambda: sgp.GaussianProcess(KERNEL, X, jitter=-1e-6),
+        ValueError,
+        ("`jitter`", "negative", "got -1e-06", "default"),
     ),
     # Inducing inputs.
     "inducing of one dimension": (
-        lambda: step(model, TSVGP(model, Z[:, 0]), X, y), ValueError, ("`inducing`", "(M, D)", "got (5,)", "Z[:, None]"),
+        lambda: step(model, TSVGP(model, Z[:, 0]), X, y),
+        ValueError,
+        ("`inducing`", "(M, D)", "got (5,)", "Z[:, None]"),
     ),
     "inducing without rows": (
-        lambda: step(model, TSVGP(model, Z[:0]), X, y), ValueError, ("`inducing`", "M ≥ 1", "got (0, 2)"),
+        lambda: step(model, TSVGP(model, Z[:0]), X, y),
+        ValueError,
+        ("`inducing`", "M ≥ 1", "got (0, 2)"),
     ),
     "inducing of another width": (
         lambda: step(model, TSVGP(model, Z[:, :1]), X, y),
@@ -150,7 +172,9 @@ MISTAKES = {
         ("`inducing` has 1 columns", "`X` has shape (7, 2)", "with 2 columns"),
     ),
     "NaN in inducing": (
-        lambda: step(model, TSVGP(model, with_nan(Z)), X, y), ValueError, ("`inducing`", "(5, 2)", "NaN", "Drop or impute"),
+        lambda: step(model, TSVGP(model, with_nan(Z)), X, y),
+        ValueError,
+        ("`inducing`", "(5, 2)", "NaN", "Drop or impute"),
     ),
     "two sites share an inducing object of different widths": (
         lambda: step(two_widths, TSVGP(two_widths, sgp.InducingPoints(jnp.asarray(Z))), X, y),
@@ -163,7 +187,9 @@ MISTAKES = {
         ("`inducing`", "['f']", "GP site 'g'", "Add one"),
     ),
     "dict of inducing names an unknown site": (
-        lambda: step(model, SVGP(model, {"f": Z, "h": Z}), X, y), ValueError, ("`inducing`", "['h']", "['f']", "Rename"),
+        lambda: step(model, SVGP(model, {"f": Z, "h": Z}), X, y),
+        ValueError,
+        ("`inducing`", "['h']", "['f']", "Rename"),
     ),
     "dict of families lacks a site": (
         lambda: step(two_widths, sgp.AutoSparseGP(two_widths, {"f": sgp.Dual(Z)}), X, y),
@@ -176,18 +202,26 @@ MISTAKES = {
         ("`families`", "['h']", "['f']", "Rename"),
     ),
     "families that are arrays": (
-        lambda: sgp.AutoSparseGP(model, {"f": Z}), TypeError, ("`families`", "got ndarray", "numpyro_sgp.Dual(Z)"),
+        lambda: sgp.AutoSparseGP(model, {"f": Z}),
+        TypeError,
+        ("`families`", "got ndarray", "numpyro_sgp.Dual(Z)"),
     ),
     # The model.
     "model is not callable": (lambda: TSVGP(3, Z), TypeError, ("`model`", "callable", "got int", "Pass the function")),
     "model without a GP site": (
-        lambda: step(without_gp, TSVGP(without_gp, Z), X, y), ValueError, ("no `GaussianProcess` site", "numpyro.sample"),
+        lambda: step(without_gp, TSVGP(without_gp, Z), X, y),
+        ValueError,
+        ("no `GaussianProcess` site", "numpyro.sample"),
     ),
     "N missing": (
-        lambda: step(model, TSVGP(model, Z), X, y, None), ValueError, ("plate", "size None", "needs N", "num_data=N"),
+        lambda: step(model, TSVGP(model, Z), X, y, None),
+        ValueError,
+        ("plate", "size None", "needs N", "num_data=N"),
     ),
     "N missing, other latents": (
-        lambda: step(with_noise, TSVGP(with_noise, Z), X, y, None), ValueError, ("plate", "size None", "num_data=N"),
+        lambda: step(with_noise, TSVGP(with_noise, Z), X, y, None),
+        ValueError,
+        ("plate", "size None", "num_data=N"),
     ),
     "N missing, guide of the user": (
         lambda: step(model, TSVGP(model, Z, base=lambda *args: None), X, y, None),
@@ -215,9 +249,15 @@ MISTAKES = {
         ValueError,
         ("base guide", "latent site 'noise'", "it samples []", "Sample it in your guide", "`AutoNormal`"),
     ),
-    "base is no guide": (lambda: TSVGP(model, Z, base=3), TypeError, ("`base`", "autoguide class", "got int", "`AutoNormal`")),
+    "base is no guide": (
+        lambda: TSVGP(model, Z, base=3),
+        TypeError,
+        ("`base`", "autoguide class", "got int", "`AutoNormal`"),
+    ),
     "base is a class of something else": (
-        lambda: TSVGP(model, Z, base=dict), TypeError, ("`base`", "autoguide class", "got the class dict", "`AutoNormal`"),
+        lambda: TSVGP(model, Z, base=dict),
+        TypeError,
+        ("`base`", "autoguide class", "got the class dict", "`AutoNormal`"),
     ),
     "median of a base that is a function": (
         lambda: TSVGP(model, Z, base=lambda *args: None).median({}),
@@ -226,19 +266,29 @@ MISTAKES = {
     ),
     # Options of guides.
     "natural without whiten": (
-        lambda: SVGP(model, Z, natural=True, whiten=False), ValueError, ("`natural=True`", "`whiten=False`", "`whiten=True`"),
+        lambda: SVGP(model, Z, natural=True, whiten=False),
+        ValueError,
+        ("`natural=True`", "`whiten=False`", "`whiten=True`"),
     ),
     "unknown sites": (
-        lambda: TSVGP(model, Z, sites="per-datum"), ValueError, ("`sites`", "per_datum", "got 'per-datum'", "'tied'"),
+        lambda: TSVGP(model, Z, sites="per-datum"),
+        ValueError,
+        ("`sites`", "per_datum", "got 'per-datum'", "'tied'"),
     ),
     "unknown tie": (
-        lambda: TSVGP(model, Z, tie="kernel"), ValueError, ("`tie`", "covariance", "got 'kernel'", "'projection'"),
+        lambda: TSVGP(model, Z, tie="kernel"),
+        ValueError,
+        ("`tie`", "covariance", "got 'kernel'", "'projection'"),
     ),
     "one site a row, a minibatch of another shape": (
-        per_datum_at_other_shape, ValueError, ('`sites="per_datum"`', "7 rows", "shape (3, 2)", "numpyro.subsample", '"tied"'),
+        per_datum_at_other_shape,
+        ValueError,
+        ('`sites="per_datum"`', "7 rows", "shape (3, 2)", "numpyro.subsample", '"tied"'),
     ),
     "one site a row, dense, a minibatch of another shape": (
-        dense_at_other_shape, ValueError, ("7 rows", "shape (3, 2)", "numpyro.subsample", '"tied"'),
+        dense_at_other_shape,
+        ValueError,
+        ("7 rows", "shape (3, 2)", "numpyro.subsample", '"tied"'),
     ),
     # Losses.
     "Trace_ELBO": (
@@ -247,16 +297,24 @@ MISTAKES = {
         ("log q(f)", "`Trace_ELBO`", "wrong", "QuadratureELBO", "TraceMeanField_ELBO"),
     ),
     "num_samples odd": (
-        lambda: sgp.QuadratureELBO(num_samples=3), ValueError, ("`num_samples`", "positive even", "got 3", "Use 8"),
+        lambda: sgp.QuadratureELBO(num_samples=3),
+        ValueError,
+        ("`num_samples`", "positive even", "got 3", "Use 8"),
     ),
     "num_samples zero": (
-        lambda: sgp.QuadratureELBO(num_samples=0), ValueError, ("`num_samples`", "positive even", "got 0", "Use 8"),
+        lambda: sgp.QuadratureELBO(num_samples=0),
+        ValueError,
+        ("`num_samples`", "positive even", "got 0", "Use 8"),
     ),
     "num_nodes zero": (
-        lambda: sgp.QuadratureELBO(num_nodes=0), ValueError, ("`num_nodes`", "positive integer", "got 0", "Twenty"),
+        lambda: sgp.QuadratureELBO(num_nodes=0),
+        ValueError,
+        ("`num_nodes`", "positive integer", "got 0", "Twenty"),
     ),
     "num_nodes not an integer": (
-        lambda: sgp.QuadratureELBO(num_nodes=2.5), ValueError, ("`num_nodes`", "positive integer", "got 2.5"),
+        lambda: sgp.QuadratureELBO(num_nodes=2.5),
+        ValueError,
+        ("`num_nodes`", "positive integer", "got 2.5"),
     ),
     # The optimizer.
     "natural gradient without sites": (
@@ -270,16 +328,24 @@ MISTAKES = {
         ("`others`", "optax transformation", "got Adam", "optax.adam(1e-2)"),
     ),
     "negative e_steps": (
-        lambda: sgp.NaturalGradient(e_steps=-1), ValueError, ("`e_steps`", "non-negative integer", "got -1"),
+        lambda: sgp.NaturalGradient(e_steps=-1),
+        ValueError,
+        ("`e_steps`", "non-negative integer", "got -1"),
     ),
     "fractional m_steps": (
-        lambda: sgp.NaturalGradient(m_steps=1.5), ValueError, ("`m_steps`", "non-negative integer", "got 1.5"),
+        lambda: sgp.NaturalGradient(m_steps=1.5),
+        ValueError,
+        ("`m_steps`", "non-negative integer", "got 1.5"),
     ),
     "no steps at all": (
-        lambda: sgp.NaturalGradient(e_steps=0, m_steps=0), ValueError, ("`e_steps` and `m_steps` are both 0", "1 of each"),
+        lambda: sgp.NaturalGradient(e_steps=0, m_steps=0),
+        ValueError,
+        ("`e_steps` and `m_steps` are both 0", "1 of each"),
     ),
     "gradients given to the natural gradient": (
-        lambda: sgp.NaturalGradient().update({}, None), TypeError, ("`NaturalGradient`", "`eval_and_update`"),
+        lambda: sgp.NaturalGradient().update({}, None),
+        TypeError,
+        ("`NaturalGradient`", "`eval_and_update`"),
     ),
     "refusals of another optimizer": (
         lambda: sgp.num_refused(start(model, SVGP(model, Z), X, y)[1]),
@@ -288,19 +354,29 @@ MISTAKES = {
     ),
     # Prediction.
     "prediction at inputs of another width": (
-        lambda: predict_at_other_width(TSVGP(model, Z)), ValueError, ("`inducing` has 2 columns", "`X` has shape (7, 1)"),
+        lambda: predict_at_other_width(TSVGP(model, Z)),
+        ValueError,
+        ("`inducing` has 2 columns", "`X` has shape (7, 1)"),
     ),
     "prediction at inputs of another width, dense": (
-        lambda: predict_at_other_width(TSVGP(model, None)), ValueError, ("(7, 2)", "(7, 1)", "same D"),
+        lambda: predict_at_other_width(TSVGP(model, None)),
+        ValueError,
+        ("(7, 2)", "(7, 1)", "same D"),
     ),
     "prediction without the sites": (
-        lambda: predict_without_parameters("f_auto_sites"), ValueError, ("parameter 'f_auto_sites'", "`result.params`"),
+        lambda: predict_without_parameters("f_auto_sites"),
+        ValueError,
+        ("parameter 'f_auto_sites'", "`result.params`"),
     ),
     "prediction without the names of the latents": (
-        lambda: predict_without_parameters("auto_latents"), ValueError, ("parameter 'auto_latents'", "`result.params`"),
+        lambda: predict_without_parameters("auto_latents"),
+        ValueError,
+        ("parameter 'auto_latents'", "`result.params`"),
     ),
     "posterior without any parameters": (
-        lambda: SVGP(model, Z).posterior(jax.random.key(0), {}, X), ValueError, ("parameter", "no value", "`result.params`"),
+        lambda: SVGP(model, Z).posterior(jax.random.key(0), {}, X),
+        ValueError,
+        ("parameter", "no value", "`result.params`"),
     ),
 }
 
@@ -314,7 +390,9 @@ def test_a_mistake_raises_and_the_message_says_what_to_do(mistake, error, parts)
 STEP_SIZES = [0.0, -0.1, 1.5, np.nan, "0.5", None, optax.constant_schedule(2.0)]
 
 
-@pytest.mark.parametrize("step_size", STEP_SIZES, ids=["zero", "negative", "above one", "NaN", "text", "None", "schedule"])
+@pytest.mark.parametrize(
+    "step_size", STEP_SIZES, ids=["zero", "negative", "above one", "NaN", "text", "None", "schedule"]
+)
 def test_a_step_size_outside_the_unit_interval_raises(step_size):
     got = 2.0 if callable(step_size) else step_size
     with pytest.raises(ValueError, match=says("`step_size`", "(0, 1]", f"got {got!r}", "full step")):

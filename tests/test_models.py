@@ -470,7 +470,9 @@ def test_scaling_the_whole_model_scales_the_bound(name):
 def test_the_mean_over_all_external_minibatches_is_the_full_loss(name):
     guide = GUIDES[name](gaussian, Z)
     params = arbitrary_parameters(gaussian, guide, X, y)
-    of_batch = jax.jit(jax.vmap(lambda rows: loss_at(params, gaussian, guide, jnp.asarray(X)[rows], jnp.asarray(y)[rows], N)))
+    of_batch = jax.jit(
+        jax.vmap(lambda rows: loss_at(params, gaussian, guide, jnp.asarray(X)[rows], jnp.asarray(y)[rows], N))
+    )
     assert_allclose(np.mean(of_batch(BATCHES)), loss_at(params, gaussian, guide, X, y), rtol=1e-10)
 
 
@@ -712,9 +714,7 @@ def test_scoping_the_model_only_renames(name):
     start = initial_parameters(with_other_latents, plain, X, y)
     assert set(renamed) == set(start)
     renamed["auto_latents"] = start["auto_latents"]  # holds the sites' names
-    assert_allclose(
-        loss_at(params, scoped, guide, X, y), loss_at(renamed, with_other_latents, plain, X, y), rtol=1e-12
-    )
+    assert_allclose(loss_at(params, scoped, guide, X, y), loss_at(renamed, with_other_latents, plain, X, y), rtol=1e-12)
 
 
 # A GP on top of a GP.

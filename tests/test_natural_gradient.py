@@ -164,7 +164,9 @@ def test_the_fixed_point_of_three_classes_is_the_optimum_of_the_same_sampled_bou
         return loss.loss(key, unpack(x), three_classes, whitened, X, y)
 
     x = np.concatenate([np.zeros(3 * M), np.tile(np.eye(M)[lower], 3)])
-    best = minimize(lambda x: [np.asarray(v, float) for v in negative(x)], x, jac=True, method="BFGS", options={"gtol": 1e-9})
+    best = minimize(
+        lambda x: [np.asarray(v, float) for v in negative(x)], x, jac=True, method="BFGS", options={"gtol": 1e-9}
+    )
     assert_allclose(objective(params)[0], best.fun, rtol=1e-9)
     q = guide.posterior(key, params, X_NEW)["f"]
     expected = whitened.posterior(key, unpack(best.x), X_NEW)["f"]
@@ -251,9 +253,7 @@ def target(name, model, y, params, floor, X_batch=X, scale=1.0):
     prior = blocks(name, X_batch)
     m, S = dense_posterior(name, params, prior)
     mean, covariance = oracles.conditional(m, S, prior.Kuu, prior.Kuf, prior.Kff)
-    [alpha], [by_variance] = oracles.expectation_gradients(
-        model.log_density(y), [mean + MEAN], [np.diag(covariance)]
-    )
+    [alpha], [by_variance] = oracles.expectation_gradients(model.log_density(y), [mean + MEAN], [np.diag(covariance)])
     alpha, beta = scale * alpha, -2.0 * scale * by_variance
     floored = beta if floor is None else np.maximum(beta, floor)
     g1 = alpha + floored * mean  # of the centred process
@@ -404,7 +404,9 @@ def test_the_step_size_schedule_is_used_one_value_for_each_update():
 def test_a_schedule_of_steps_is_the_loop_written_out(steps):
     model, guide, y, params = set_up("tied", "student_t_with_outliers")
     rate, others = 0.3, optax.adam(1e-2)
-    svi, state = svi_at(params, model, guide, sgp.NaturalGradient(rate, others, e_steps=steps[0], m_steps=steps[1]), X, y)
+    svi, state = svi_at(
+        params, model, guide, sgp.NaturalGradient(rate, others, e_steps=steps[0], m_steps=steps[1]), X, y
+    )
     values = {key: v for key, v in svi.optim.get_params(state.optim_state).items() if key != "f_auto_sites"}
     trained = {key: values[key] for key in ("lengthscale", "noise", "variance")}
     first = jax.jit(svi.evaluate)(state, X, y)

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 
+from guides import GUIDES, arbitrary_parameters, initial_parameters, loss_at, optimizer
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,6 @@ from numpyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNorma
 import pytest
 from scipy import stats
 
-from guides import GUIDES, arbitrary_parameters, initial_parameters, loss_at, optimizer
 import numpyro_sgp as sgp
 from numpyro_sgp.kernels import Matern52
 

@@ -29,7 +29,8 @@ class NaturalGradientState(NamedTuple):
         params: current parameters, sites included.
         others_state: state of the transformation that trains the parameters that are not sites.
         accepted: the last parameters at which the loss was finite, and the transformation's state there.
-        damping: factor on every step's length: halved by a refusal, doubled up to 1 by a success.
+        damping: factor on the last step's length: halved by a refusal, doubled up to 1 by a success.
+        retrying: whether the last step was refused, so that the next one is not to be longer.
         refused: how many steps were refused so far.
     """
 
@@ -37,6 +38,7 @@ class NaturalGradientState(NamedTuple):
     others_state: Any
     accepted: tuple[Params, Any]
     damping: Array
+    retrying: Array
     refused: Array
 
 
@@ -145,7 +147,12 @@ class NaturalGradient(_NumPyroOptim):
         others_state = self.others.init(others)
         dtype = next(iter(sites.values())).lambda1.dtype
         state = NaturalGradientState(
-            params, others_state, (params, others_state), jnp.ones((), dtype), jnp.zeros((), jnp.int32)
+            params,
+            others_state,
+            (params, others_state),
+            jnp.ones((), dtype),
+            jnp.asarray(False),
+            jnp.zeros((), jnp.int32),
         )
         return jnp.asarray(0), state
 
@@ -180,10 +187,12 @@ class NaturalGradient(_NumPyroOptim):
             msg = "`NaturalGradient` works by reverse-mode differentiation. Leave `forward_mode_differentiation` False."
             raise ValueError(msg)
         step, inner = state
+        # A step succeeds when the loss is found finite where it led, which is here; so the length doubles only now.
+        damping = jnp.where(inner.retrying, inner.damping, jnp.minimum(2.0 * inner.damping, 1.0))
         rate = self.step_size(step) if callable(self.step_size) else self.step_size
-        rate = jnp.asarray(rate, inner.damping.dtype) * inner.damping
+        rate = jnp.asarray(rate, damping.dtype) * damping
         iterate = self._simultaneous if self.e_steps == self.m_steps == 1 else self._alternating
-        loss, aux, finite, there = iterate(fn, *_split(inner.params), inner.others_state, rate, inner.damping)
+        loss, aux, finite, there = iterate(fn, *_split(inner.params), inner.others_state, rate, damping)
         here = (inner.params, inner.others_state)
         usable = jnp.isfinite(loss)
         accepted = usable & finite & _all_finite(there[0])
@@ -193,12 +202,14 @@ class NaturalGradient(_NumPyroOptim):
         (params, others_state), good = lax.switch(
             case, [lambda: (there, here), lambda: (here, here), lambda: (inner.accepted, inner.accepted)]
         )
-        damping = jnp.where(accepted, jnp.minimum(2.0 * inner.damping, 1.0), 0.5 * inner.damping)
+        # The step refused is this one, or the last one where the loss here is not finite.
+        damping = jnp.where(accepted, damping, 0.5 * jnp.where(usable, damping, inner.damping))
         new_state = NaturalGradientState(
             params,
             others_state,
             good,
             jnp.maximum(damping, _SMALLEST_DAMPING),
+            ~accepted,
             inner.refused + jnp.where(accepted, 0, 1).astype(inner.refused.dtype),
         )
         return (loss, aux), (step + 1, new_state), accepted
