@@ -133,7 +133,7 @@ def elbo(log_density, m, S, Kuu, Kuf, Kff, prior_mean=0.0, scale=1.0, num_nodes=
     return scale * np.sum(ell) - gaussian_kl(m, S, Kuu)
 
 
-def optimal_posterior(log_density, blocks, prior_mean=0.0, num_nodes=20):
+def optimal_posterior(log_density, blocks, prior_mean=0.0, num_nodes=20, start=0.0):
     """The best dense Gaussian q(u) of each latent: ([(m, S), …], bound), by quasi-Newton steps on mean and root.
 
     Args:
@@ -141,6 +141,7 @@ def optimal_posterior(log_density, blocks, prior_mean=0.0, num_nodes=20):
         blocks: for each latent (Kuu, Kuf, kff).
         prior_mean: of every latent.
         num_nodes: of the quadrature rule along each axis.
+        start: mean of u to start from, for a bound with several optima.
     """
     roots = [cholesky(Kuu, lower=True) for Kuu, _, _ in blocks]
     bases = [solve_triangular(L, Kuf, lower=True) for L, (_, Kuf, _) in zip(roots, blocks, strict=True)]
@@ -170,8 +171,8 @@ def optimal_posterior(log_density, blocks, prior_mean=0.0, num_nodes=20):
             gradient += [A @ a - m, slope[lower]]
         return -value, -np.concatenate(gradient)
 
-    start = np.concatenate([np.concatenate([np.zeros(M), np.eye(M)[lower]]) for _ in blocks])
-    x = start
+    means = [solve_triangular(L, np.full(M, start), lower=True) for L in roots]
+    x = np.concatenate([np.concatenate([mean, np.eye(M)[lower]]) for mean in means])
     for _ in range(3):  # restarts clear what the line search's rounding left
         x = minimize(negative, x, jac=True, method="BFGS", options={"gtol": 1e-10, "maxiter": 2000}).x
     posteriors = [(L @ m, L @ C @ C.T @ L.T) for L, (m, C) in zip(roots, unpack(x), strict=True)]
