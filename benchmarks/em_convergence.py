@@ -94,31 +94,35 @@ def table(rows: dict[str, dict[str, list[float]]], at: tuple[int, ...]) -> None:
             print(f"    {name:18s} {values}")
 
 
+STYLES = {"per datum": "C0-", "tied, projection": "C1--", "tied, covariance": "C2-", "whitened SVGP": "C3-."}
+
+
 def figure(result: dict, path: Path) -> None:
-    """Distance to the best bound of each panel, against iterations."""
+    """Distance to the best bound of each panel, against iterations: a row for Z fixed, a row for Z trained."""
     import matplotlib.pyplot as plt
 
-    panels = [(f"banana, {key}", curves, "EM iteration", 0) for key, curves in result["banana"].items()]
+    panels = [("banana", key, curves, "EM iteration", 0) for key, curves in result["banana"].items()]
     large = result.get("large")
     if large:
-        panels += [(f"{large['name']}, {key}", curves, "EM iteration", 0) for key, curves in large["full"].items()]
-        panels += [
-            (f"{large['name']}, {key}", curves, f"minibatch steps / {large['every']}", 1)
-            for key, curves in large["minibatch"].items()
-        ]
-    columns = 3
-    rows = -(-len(panels) // columns)
-    _, axes = plt.subplots(rows, columns, figsize=(12, 3.1 * rows), layout="constrained", squeeze=False)
-    for ax, (title, curves, label, start) in zip(axes.flat, panels, strict=False):
-        best = max(max(b) for b in curves.values())
-        for style, (name, bounds) in zip(("C0-", "C1--", "C2-", "C3-."), curves.items(), strict=False):
+        panels += [(large["name"], key, curves, "EM iteration", 0) for key, curves in large["full"].items()]
+        label = f"minibatch steps / {large['every']}"
+        panels += [(large["name"], key, curves, label, 1) for key, curves in large["minibatch"].items()]
+    rows = [[p for p in panels if p[1].startswith(setting)] for setting in ("Z fixed", "Z trained")]
+    rows = [row for row in rows if row]
+    columns = max(map(len, rows))
+    _, axes = plt.subplots(
+        len(rows), columns, figsize=(3.2 * columns, 2.9 * len(rows)), layout="constrained", squeeze=False
+    )
+    for ax, (name, setting, curves, label, start) in zip(axes.flat, (p for row in rows for p in row), strict=True):
+        best = max(max(bounds) for bounds in curves.values())
+        for form, bounds in curves.items():
             x = np.arange(start, start + len(bounds))
-            ax.semilogy(x, np.maximum(best - np.array(bounds), 1e-3), style, label=name)
-        ax.set_title(title, fontsize=9)
-        ax.set(xlabel=label, ylabel="nats below the best")
-    for ax in axes.flat[len(panels) :]:
-        ax.axis("off")
-    axes.flat[0].legend(fontsize=8, frameon=False)
+            ax.semilogy(x, np.maximum(best - np.array(bounds), 1e-3), STYLES[form], label=form)
+        ax.set_title(f"{name}, {setting}", fontsize=8)
+        ax.set_xlabel(label)
+    for ax in axes[:, 0]:
+        ax.set_ylabel("nats below the best")
+    axes.flat[0].legend(fontsize=7, frameon=False)
     plt.savefig(path, dpi=120)
     print(f"figure written to {path}")
 
