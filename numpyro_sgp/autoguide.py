@@ -416,7 +416,11 @@ class AbstractAutoSparseGP(AutoGuide):
             return {}
         if self.base.prototype_trace is None:
             # A guide made afresh: one run tells the base guide the shapes of its sites.
-            self._conditioned(jax.random.key(0), params)(lambda: self._run_base(True, args, kwargs))
+            try:
+                self._conditioned(jax.random.key(0), params)(lambda: self._run_base(True, args, kwargs))
+            except TypeError as error:
+                error.add_note(f"A guide that has not been run yet needs the model's arguments in `{method}` too.")
+                raise
         return getattr(self.base, method)(params, *extra)
 
     def median(self, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Array]:

@@ -103,7 +103,7 @@ class Dual(AbstractPosteriorFamily):
         sites = sites_of(value)
         L, Kuf, A, kff = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
         if self.tie == "covariance":
-            q = dual(sites.lambda1, sites.Lambda2, L, Kuf, A, kff)
+            q = dual(sites.lambda1, sites.Lambda2, L, A, kff)
             return perturbed_moments(value, Kuf, q) if isinstance(value, Perturbed) else q
         if sites.anchor is None:
             Lu = jnp.swapaxes(L, -1, -2)

@@ -50,7 +50,7 @@ def cases():
         ),
         "dual": (
             c.dual,
-            (LAMBDA1, LAMBDA2, L, KUF, A, KFF_DIAGONAL),
+            (LAMBDA1, LAMBDA2, L, A, KFF_DIAGONAL),
             from_precision(K_inverse @ LAMBDA1, K_inverse @ LAMBDA2 @ K_inverse),
         ),
         "dual_projected": (
@@ -96,7 +96,7 @@ def test_the_divergence_from_the_prior_is_zero_at_the_prior():
         "whitened": conditionals.whitened(zero, jnp.eye(M), jnp.asarray(A), jnp.asarray(KFF_DIAGONAL)),
         "unwhitened": conditionals.unwhitened(zero, *map(jnp.asarray, (L, L, A, KFF_DIAGONAL))),
         "natural": conditionals.natural_whitened(zero, zeros, jnp.asarray(A), jnp.asarray(KFF_DIAGONAL)),
-        "dual": conditionals.dual(zero, zeros, *map(jnp.asarray, (L, KUF, A, KFF_DIAGONAL))),
+        "dual": conditionals.dual(zero, zeros, *map(jnp.asarray, (L, A, KFF_DIAGONAL))),
     }
     for name, q in at_prior.items():
         assert_allclose(q.kl, 0.0, atol=1e-9, err_msg=name)

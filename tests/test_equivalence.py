@@ -255,7 +255,7 @@ def test_the_gradient_of_trained_inducing_inputs_is_that_of_the_dense_bound(name
         return -oracles.elbo(model.log_density(y), m, S, prior.Kuu, prior.Kuf, prior.Kff, MEAN)
 
     assert_allclose(loss(0.0), dense(0.0), rtol=1e-8)
-    assert_allclose(jax.grad(loss)(0.0), oracles.derivative(dense), rtol=1e-8)
+    assert_allclose(jax.grad(loss)(0.0), oracles.derivative(dense, 2e-3), rtol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["unwhitened", "per_datum"])
@@ -329,15 +329,20 @@ def test_away_from_the_hyperparameters_of_the_e_step_fixed_sites_give_the_tighte
     start = initial_parameters(classification, unwhitened, X, y)
     bounds["unwhitened"] = (unwhitened, {**start, "f_auto_m": m, "f_auto_S_sqrt": np.linalg.cholesky(S)})
 
-    def bound(name, factor):
-        guide, params = bounds[name]
-        return -loss_at({**params, "lengthscale": 0.5 * factor}, classification, guide, X, y)
+    factors = np.array([0.6, 0.8, 1.0, 1.25, 1.6, 2.0])
 
-    optimum = [bound(name, 1.0) for name in bounds]
-    assert_allclose(optimum, optimum[0], rtol=1e-8)
-    for factor in (0.6, 0.8, 1.25, 1.6, 2.0):
-        assert bound("per_datum", factor) > bound("natural", factor) > bound("unwhitened", factor)
-        assert bound("tied", factor) > bound("natural", factor)
+    def bound(guide, params):
+        def at(factor):
+            return -loss_at({**params, "lengthscale": 0.5 * factor}, classification, guide, X, y)
+
+        return np.asarray(jax.jit(jax.vmap(at))(factors))
+
+    per_datum, tied, natural, unwhitened = (bound(*value) for value in bounds.values())
+    assert_allclose([bound[2] for bound in (per_datum, tied, unwhitened)], natural[2], rtol=1e-8)
+    away = factors != 1.0
+    assert np.all(per_datum[away] > natural[away])
+    assert np.all(tied[away] > natural[away])
+    assert np.all(natural[away] > unwhitened[away])
 
 
 # Minibatches, by enumeration.
@@ -441,7 +446,7 @@ def test_a_long_run_traces_the_model_no_more_often_than_a_short_one(name):
 @pytest.mark.parametrize("enabled", [False, True])
 @every_guide
 def test_a_float32_fit_stays_float32_and_its_loss_is_the_dense_bound(name, enabled):
-    model = Model("poisson", jitter=1e-4)
+    model = Model("normal", jitter=1e-4)
     optim = sgp.NaturalGradient(0.5, optax.sgd(1e-2)) if name in NATURAL else optax.sgd(1e-2)
     with jax.enable_x64(enabled):
         X32, y32, Z32 = (jnp.asarray(value, np.float32) for value in (X, model.y, Z))

@@ -264,6 +264,11 @@ MISTAKES = {
         TypeError,
         ("`median`", "got a function", "`sample_posterior`"),
     ),
+    "median of a guide not yet run, without the model's arguments": (
+        lambda: TSVGP(with_noise, Z).median(initial_parameters(with_noise, TSVGP(with_noise, Z), X, y)),
+        TypeError,
+        ("'X'", "not been run yet", "model's arguments", "`median`"),
+    ),
     # Options of guides.
     "natural without whiten": (
         lambda: SVGP(model, Z, natural=True, whiten=False),
