@@ -8,10 +8,13 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
 from numpyro.infer import MCMC, NUTS, SVI
-from numpyro.infer.autoguide import AutoMultivariateNormal
+from numpyro.infer.autoguide import AutoDelta, AutoMultivariateNormal
 import optax
+import oracles
 import pytest
+from scipy import stats
 from scipy.optimize import minimize
+from scipy.special import gammaln
 
 import numpyro_sgp as sgp
 
@@ -97,5 +100,27 @@ def test_type_two_hyperparameters_reach_the_optimum_of_the_dense_collapsed_bound
     optim = sgp.NaturalGradient(1.0, optax.adam(optax.cosine_decay_schedule(0.05, 1500)))
     result = SVI(gaussian, guide, optim, sgp.QuadratureELBO()).run(jax.random.key(0), 1500, X, y, progress_bar=False)
     found = np.array([result.params["lengthscale"], result.params["noise"]])
+    assert_allclose(np.log(found), best.x, atol=1e-4)  # Adam's last steps are of that size
+    assert_allclose(result.losses[-1], best.fun, rtol=1e-8)
+
+
+def test_point_estimates_of_sampled_hyperparameters_reach_the_optimum_of_the_dense_bound_and_the_prior():
+    Z = np.linspace(-2.0, 2.0, 5)[:, None]
+
+    def negative(log_theta):
+        lengthscale, variance = np.exp(log_theta)
+        covariance = lambda A, B: oracles.se(A, B, lengthscale, variance) + 1.0  # noqa: E731
+        Kuu = oracles.with_jitter(covariance(Z, Z), 1e-6)
+        own = [(Kuu, covariance(Z, X), np.full(len(X), variance + 1.0))]
+        bound = oracles.optimal_posterior(lambda f: Y * f - np.exp(f) - gammaln(Y + 1.0), own)[1]
+        # The estimate is a point, so its prior density is that of the hyperparameter itself, not of its logarithm.
+        return -bound - np.sum(stats.lognorm.logpdf([lengthscale, variance], 0.4))
+
+    differences = {"finite_diff_rel_step": 1e-3, "gtol": 1e-6}
+    best = minimize(negative, [-0.1, 0.1], method="BFGS", jac="3-point", options=differences)
+    guide = sgp.AutoTSVGP(model, Z, base=AutoDelta)
+    optim = sgp.NaturalGradient(1.0, optax.adam(optax.cosine_decay_schedule(0.05, 800)))
+    result = SVI(model, guide, optim, sgp.QuadratureELBO()).run(jax.random.key(0), 800, X, Y, progress_bar=False)
+    found = np.array([result.params["lengthscale_auto_loc"], result.params["variance_auto_loc"]])
     assert_allclose(np.log(found), best.x, atol=1e-4)  # Adam's last steps are of that size
     assert_allclose(result.losses[-1], best.fun, rtol=1e-8)

@@ -90,6 +90,28 @@ def test_a_batch_of_posteriors_shares_the_blocks_of_the_prior(function, argument
             assert_allclose(ours[index], one, rtol=1e-10, atol=1e-12)
 
 
+@every_case
+def test_a_batch_of_priors_gives_one_posterior_after_another(function, arguments, q_u):
+    # Any numbers with |A_i|² below k_ii will do, scaled together.
+    factors = (1.0, 0.5, 0.25)
+    batch = function(*(jnp.stack([factor * x for factor in factors]) for x in map(jnp.asarray, arguments)))
+    for index, factor in enumerate(factors):
+        single = function(*(factor * jnp.asarray(x) for x in arguments))
+        for ours, one in zip(batch, single, strict=True):
+            assert_allclose(ours[index], one, rtol=1e-10, atol=1e-12)
+
+
+@every_case
+@pytest.mark.usefixtures("strict_promotion")
+def test_float32_stays_float32_without_implicit_promotion(function, arguments, q_u):
+    q = function(*(jnp.asarray(x, np.float32) for x in arguments))
+    assert {value.dtype for value in q} == {np.dtype(np.float32)}
+    mean, covariance = oracles.conditional(*q_u, KUU, KUF, KFF)
+    # Rounding of 6e-8 through Kuu of condition 1e2 and sites of precision 1e2.
+    assert_allclose(q.mean, mean, atol=1e-3)
+    assert_allclose(q.variance, np.diag(covariance), atol=1e-3)
+
+
 def test_the_divergence_from_the_prior_is_zero_at_the_prior():
     zero, zeros = jnp.zeros(M), jnp.zeros((M, M))
     at_prior = {

@@ -197,7 +197,6 @@ def test_the_median_of_other_bases_is_their_own(base):
 CASES = {
     **{f"{base} {kind}": ("tied", base, kind) for base in BASES for kind in MODELS},
     "whitened AutoNormal continuous": ("whitened", "AutoNormal", "continuous"),
-    "dense AutoDelta discrete": ("dense", "AutoDelta", "discrete"),
 }
 
 
