@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 from scipy.linalg import cholesky, solve_triangular
-from scipy.optimize import minimize
+from scipy.optimize import minimize, root
 
 
 def se(X, Z, lengthscale, variance=1.0):
@@ -173,8 +173,9 @@ def optimal_posterior(log_density, blocks, prior_mean=0.0, num_nodes=20, start=0
 
     means = [solve_triangular(L, np.full(M, start), lower=True) for L in roots]
     x = np.concatenate([np.concatenate([mean, np.eye(M)[lower]]) for mean in means])
-    for _ in range(3):  # restarts clear what the line search's rounding left
-        x = minimize(negative, x, jac=True, method="BFGS", options={"gtol": 1e-10, "maxiter": 2000}).x
+    x = minimize(negative, x, jac=True, method="BFGS", options={"gtol": 1e-8, "maxiter": 2000}).x
+    # A line search stops at the rounding of the value, which is blind to steps of 1e-8: the last digits are Newton's.
+    x = root(lambda x: negative(x)[1], x, method="hybr", options={"xtol": 1e-14}).x
     posteriors = [(L @ m, L @ C @ C.T @ L.T) for L, (m, C) in zip(roots, unpack(x), strict=True)]
     return posteriors, -negative(x)[0]
 

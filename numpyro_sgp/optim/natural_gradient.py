@@ -82,9 +82,9 @@ class NaturalGradient(_NumPyroOptim):
         others: optax transformation for the parameters that are not sites.
         e_steps: natural steps in each update, one after the other.
         m_steps: steps of `others` in each update, after the natural ones.
-        floor: smallest precision β of a datum's site: 0 keeps Λ₂ positive semi-definite whatever the likelihood. None
-            leaves β as it comes: for a likelihood that is not log-concave the fixed point is then exactly the optimum
-            of the bound, and only refusals guard the steps.
+        floor: smallest precision β of a datum's site, on a minibatch of (N/B) β: 0 keeps Λ₂ positive semi-definite
+            whatever the likelihood. None leaves β as it comes: for a likelihood that is not log-concave the fixed point
+            is then exactly the optimum of the bound, and only refusals guard the steps.
 
     Raises:
         ValueError: `step_size` outside (0, 1], a negative number of steps, or none at all.
