@@ -9,8 +9,18 @@ from numpyro_sgp import kernels as kernels
 from numpyro_sgp.autoguide import AutoSparseGP
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
 from numpyro_sgp.elbo import QuadratureELBO
-from numpyro_sgp.inducing import InducingPoints
+from numpyro_sgp.inducing import (
+    BoundedInducingPoints,
+    InducingPoints,
+    greedy_variance,
+    kmeans,
+    subset,
+    suggest_num_inducing,
+    trace_error,
+)
 from numpyro_sgp.optim import NaturalGradient, num_refused
+from numpyro_sgp.regression import RegressionPosterior, SparseGPRegression
+from numpyro_sgp.reparam import InducingReparam
 from numpyro_sgp.svgp import AutoSVGP, NaturalWhitened, Unwhitened, Whitened
 from numpyro_sgp.tsvgp import AutoTSVGP, Dual
 
@@ -23,15 +33,24 @@ __all__ = [
     "AutoSVGP",
     "AutoSparseGP",
     "AutoTSVGP",
+    "BoundedInducingPoints",
     "Dual",
     "GaussianProcess",
     "InducingPoints",
+    "InducingReparam",
     "NaturalGradient",
     "NaturalWhitened",
     "QuadratureELBO",
+    "RegressionPosterior",
+    "SparseGPRegression",
     "SparsePosterior",
     "Unwhitened",
     "Whitened",
+    "greedy_variance",
     "kernels",
+    "kmeans",
     "num_refused",
+    "subset",
+    "suggest_num_inducing",
+    "trace_error",
 ]

@@ -23,7 +23,7 @@ from numpyro.primitives import Messenger
 
 from numpyro_sgp.conditionals import Moments
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior, rewrap, unwrap
-from numpyro_sgp.inducing import AbstractInducing, as_inducing
+from numpyro_sgp.inducing import AbstractInducing, as_inducing, check_width
 
 __all__ = ["AbstractAutoSparseGP", "AbstractPosteriorFamily", "AutoSparseGP", "inducing_param"]
 
@@ -66,12 +66,7 @@ def inducing_param(
         return as_inducing(made)
 
     value = param("inducing", init)
-    if value.width != prior.X.shape[-1]:
-        msg = (
-            f"`inducing` has {value.width} columns, but this site's `X` has shape {prior.X.shape}. "
-            f"Give inducing inputs with {prior.X.shape[-1]} columns; for sites of different widths use a dict by site."
-        )
-        raise ValueError(msg)
+    check_width(value, prior.X)
     return value if learn_inducing else jax.lax.stop_gradient(value)
 
 
@@ -501,6 +496,11 @@ def for_site(value: Any, site: str, argument: str) -> Any:
         msg = f"`{argument}` has entries for {sorted(value)}, none for the GP site {site!r}. Add one."
         raise ValueError(msg)
     return value[site]
+
+
+def started_at(init_from: Any, site: str) -> Any:
+    """The start given for a site; with a dict by site, the sites without an entry start at the prior."""
+    return init_from.get(site) if isinstance(init_from, Mapping) else init_from
 
 
 def check_names(value: Any, sites: set[str], argument: str) -> None:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import math
 import operator
-import types
 from typing import Any, cast, final
 
 import jax
@@ -28,6 +27,7 @@ from jax.typing import ArrayLike
 import numpy as np
 
 from numpyro_sgp.linalg import matmul
+from numpyro_sgp.pytrees import PytreeFunction
 
 __all__ = [
     "Constant",
@@ -601,58 +601,6 @@ class Product(Kernel):
 
     def _matrix(self, X: Array, Z: Array) -> Array:
         return _multiply(self.left(X, Z), self.right(X, Z))
-
-
-class _Static:
-    """The leaves of a pytree that are not arrays, compared by identity; integers, texts and bound methods by value."""
-
-    def __init__(self, tree: Any) -> None:
-        self.tree = tree
-
-    def _key(self) -> tuple:
-        # Bound methods and literals are new objects at each use; any other object may have an `==` that is not a bool.
-        by_value = (int, str, bytes, types.MethodType)
-        leaves, structure = jax.tree.flatten(self.tree)
-        return structure, tuple((type(leaf), leaf) if isinstance(leaf, by_value) else id(leaf) for leaf in leaves)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class PytreeFunction:
-    """A callable as a pytree: its arrays and Python floats are children, everything else is static.
-
-    A plain function is one static leaf compared by identity, and may close over traced values. It goes into `jit`,
-    `grad`, `vmap` and `scan`, but each new function object is compiled again, what it closes over has no gradient as a
-    part of the kernel, and a traced value in it must not leave its trace with it. A callable pytree (an Equinox module,
-    `jax.tree_util.Partial(fn, params)`) shows its arrays to JAX and has none of these limits.
-    """
-
-    arrays: Any
-    static: _Static = dataclasses.field(metadata={"static": True})
-
-    @classmethod
-    def of(cls, fn: Callable) -> "PytreeFunction":
-        """`fn` as a `PytreeFunction`; one that is already is returned as it is."""
-        if isinstance(fn, PytreeFunction):
-            return fn
-        leaves, structure = jax.tree.flatten(fn)
-        # The split is made once, here: leaves that a transformation replaces by placeholders must stay children.
-        dynamic = [isinstance(leaf, Array | np.ndarray | np.generic | float | complex) for leaf in leaves]
-        arrays = [leaf if is_dynamic else None for leaf, is_dynamic in zip(leaves, dynamic, strict=True)]
-        static = [None if is_dynamic else leaf for leaf, is_dynamic in zip(leaves, dynamic, strict=True)]
-        return cls(jax.tree.unflatten(structure, arrays), _Static(jax.tree.unflatten(structure, static)))
-
-    def __call__(self, *args: Any) -> Any:
-        def merge(array: Any, static: Any) -> Any:
-            return static if array is None else array
-
-        return jax.tree.map(merge, self.arrays, self.static.tree, is_leaf=lambda leaf: leaf is None)(*args)
 
 
 @final

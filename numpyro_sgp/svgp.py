@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any
 
+from jax import Array
 import jax.numpy as jnp
 from numpyro.infer.autoguide import AutoNormal
 
@@ -14,12 +15,35 @@ from numpyro_sgp.autoguide import (
     check_names,
     for_site,
     inducing_param,
+    started_at,
 )
 from numpyro_sgp.conditionals import Moments, natural_whitened, perturbed_moments, project, unwhitened, whitened
 from numpyro_sgp.distributions import GaussianProcess
+from numpyro_sgp.inducing import AbstractInducing
+from numpyro_sgp.regression import RegressionPosterior, started_sites
 from numpyro_sgp.sites import Perturbed, TiedSites, sites_of
 
 __all__ = ["AutoSVGP", "NaturalWhitened", "Unwhitened", "Whitened"]
+
+
+def _mean_and_root(
+    param: Callable,
+    batch_shape: tuple[int, ...],
+    prior_start: tuple[Array, Array],
+    init_from: RegressionPosterior | None,
+    form: str,
+    inducing: AbstractInducing,
+    X: Array,
+) -> tuple[Array, Array]:
+    """The parameters m, (..., M), and S_sqrt, (..., M, M), which start at the prior or at a regression's optimum."""
+    shape = (*batch_shape, inducing.num_inducing)
+    if init_from is None:
+        m, S_sqrt = prior_start
+        return param("m", jnp.broadcast_to(m, shape)), param("S_sqrt", jnp.broadcast_to(S_sqrt, (*shape, shape[-1])))
+    return (
+        param("m", lambda _: jnp.broadcast_to(init_from.start(form, inducing, X)[0], shape)),
+        param("S_sqrt", lambda _: jnp.broadcast_to(init_from.start(form, inducing, X)[1], (*shape, shape[-1]))),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,16 +53,18 @@ class Whitened(AbstractPosteriorFamily):
     Args:
         inducing: inducing inputs (M, D), an inducing object, or `(kernel, X, rng_key)` to one.
         learn_inducing: whether to train the inducing inputs.
+        init_from: the optimum of a regression with the same inducing variables, to start at in place of the prior.
     """
 
     inducing: Inducing
     learn_inducing: bool = False
+    init_from: RegressionPosterior | None = None
 
     def moments(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
         M, dtype = inducing.num_inducing, prior.X.dtype
-        m = param("m", jnp.zeros((*batch_shape, M), dtype))
-        S_sqrt = param("S_sqrt", jnp.broadcast_to(jnp.eye(M, dtype=dtype), (*batch_shape, M, M)))
+        start = jnp.zeros(M, dtype), jnp.eye(M, dtype=dtype)
+        m, S_sqrt = _mean_and_root(param, batch_shape, start, self.init_from, "whitened", inducing, prior.X)
         blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
         return whitened(m, jnp.tril(S_sqrt), blocks.A, blocks.kff)
 
@@ -50,17 +76,18 @@ class Unwhitened(AbstractPosteriorFamily):
     Args:
         inducing: inducing inputs (M, D), an inducing object, or `(kernel, X, rng_key)` to one.
         learn_inducing: whether to train the inducing inputs.
+        init_from: the optimum of a regression with the same inducing variables, to start at in place of the prior.
     """
 
     inducing: Inducing
     learn_inducing: bool = False
+    init_from: RegressionPosterior | None = None
 
     def moments(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
         blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
-        M = inducing.num_inducing
-        m = param("m", jnp.zeros((*batch_shape, M), prior.X.dtype))
-        S_sqrt = param("S_sqrt", jnp.broadcast_to(blocks.L, (*batch_shape, M, M)))
+        start = jnp.zeros(inducing.num_inducing, prior.X.dtype), blocks.L
+        m, S_sqrt = _mean_and_root(param, batch_shape, start, self.init_from, "unwhitened", inducing, prior.X)
         return unwhitened(m, jnp.tril(S_sqrt), blocks.L, blocks.A, blocks.kff)
 
 
@@ -71,14 +98,17 @@ class NaturalWhitened(AbstractPosteriorFamily):
     Args:
         inducing: inducing inputs (M, D), an inducing object, or `(kernel, X, rng_key)` to one.
         learn_inducing: whether to train the inducing inputs.
+        init_from: the optimum of a regression with the same inducing variables, to start at in place of the prior.
     """
 
     inducing: Inducing
     learn_inducing: bool = False
+    init_from: RegressionPosterior | None = None
 
     def moments(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
-        value = param("sites", TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype))
+        zeros = TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype)
+        value = param("sites", started_sites(zeros, self.init_from, "natural", inducing, prior.X))
         sites = sites_of(value)
         blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
         q = natural_whitened(sites.lambda1, sites.Lambda2, blocks.A, blocks.kff)
@@ -96,6 +126,8 @@ class AutoSVGP(AbstractAutoSparseGP):
         natural: hold q by natural parameters, for the optimizer `NaturalGradient`.
         base: guide for the other latents: an autoguide class, or a guide.
         learn_inducing: whether to train the inducing inputs.
+        init_from: where to start in place of the prior: what `SparseGPRegression.condition` gives with the same
+            inducing variables, or a dict of them by site.
         prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
 
     Raises:
@@ -115,6 +147,7 @@ class AutoSVGP(AbstractAutoSparseGP):
         natural: bool = False,
         base: Any = AutoNormal,
         learn_inducing: bool = False,
+        init_from: RegressionPosterior | Mapping[str, RegressionPosterior] | None = None,
         prefix: str = "auto",
     ) -> None:
         if natural and not whiten:
@@ -126,11 +159,14 @@ class AutoSVGP(AbstractAutoSparseGP):
             raise ValueError(msg)
         self.inducing = inducing
         self.learn_inducing = learn_inducing
+        self.init_from = init_from
         self._family = NaturalWhitened if natural else Whitened if whiten else Unwhitened
         super().__init__(model, base=base, prefix=prefix)
 
     def family(self, site: str) -> AbstractPosteriorFamily:
-        return self._family(for_site(self.inducing, site, "inducing"), self.learn_inducing)
+        start = started_at(self.init_from, site)
+        return self._family(for_site(self.inducing, site, "inducing"), self.learn_inducing, start)
 
     def check_sites(self, sites: set[str]) -> None:
         check_names(self.inducing, sites, "inducing")
+        check_names(self.init_from, sites, "init_from")

@@ -16,6 +16,7 @@ from numpyro_sgp.autoguide import (
     check_names,
     for_site,
     inducing_param,
+    started_at,
 )
 from numpyro_sgp.conditionals import (
     Moments,
@@ -30,6 +31,7 @@ from numpyro_sgp.conditionals import (
 from numpyro_sgp.distributions import GaussianProcess
 from numpyro_sgp.inducing import AbstractInducing
 from numpyro_sgp.linalg import diagonal, solve_lower, solve_lower_transposed
+from numpyro_sgp.regression import RegressionPosterior, started_sites
 from numpyro_sgp.sites import DatumSites, Perturbed, TiedSites, sites_of
 
 __all__ = ["AutoTSVGP", "Dual"]
@@ -66,6 +68,7 @@ class Dual(AbstractPosteriorFamily):
         sites: "tied" keeps two sums over the data, (M,) and (M, M); "per_datum" keeps every site, (N,) and (N,).
         learn_inducing: whether to train the inducing inputs.
         tie: what tied sites sum: "projection" Kuu⁻¹k_ui, or "covariance" k_ui as the paper prints it.
+        init_from: the optimum of a regression with the same inducing variables, to start at in place of the prior.
 
     References:
         Adam, Chang, Khan and Solin (2021), "Dual parameterization of sparse variational Gaussian processes":
@@ -76,6 +79,7 @@ class Dual(AbstractPosteriorFamily):
     sites: Literal["tied", "per_datum"] = "tied"
     learn_inducing: bool = False
     tie: Literal["projection", "covariance"] = "projection"
+    init_from: RegressionPosterior | None = None
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -99,7 +103,7 @@ class Dual(AbstractPosteriorFamily):
     ) -> Moments:
         anchored = self.learn_inducing and self.tie == "projection"
         zeros = TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype, inducing if anchored else None)
-        value = param("sites", zeros)
+        value = param("sites", started_sites(zeros, self.init_from, self.tie, inducing, prior.X))
         sites = sites_of(value)
         L, Kuf, A, kff = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
         if self.tie == "covariance":
@@ -120,7 +124,8 @@ class Dual(AbstractPosteriorFamily):
     def _per_datum(
         self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: AbstractInducing
     ) -> Moments:
-        value = param("sites", DatumSites.zeros(batch_shape, prior.X))
+        zeros = DatumSites.zeros(batch_shape, prior.X)
+        value = param("sites", started_sites(zeros, self.init_from, "datum", inducing, prior.X))
         kernel, jitter = prior.kernel, prior.relative_jitter
         L, _, A, kff = project(inducing, kernel, prior.X, jitter)
         if isinstance(value, Perturbed):
@@ -131,7 +136,8 @@ class Dual(AbstractPosteriorFamily):
         return dual_per_datum(value.lambda1, value.Lambda2, A_sites, A, kff)
 
     def _dense(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
-        value = param("sites", DatumSites.zeros(batch_shape, prior.X))
+        zeros = DatumSites.zeros(batch_shape, prior.X)
+        value = param("sites", started_sites(zeros, self.init_from, "datum", None, prior.X))
         kernel, kff = prior.kernel, prior.kernel(prior.X)
         if isinstance(value, Perturbed):
             sites = sites_of(value)
@@ -156,6 +162,8 @@ class AutoTSVGP(AbstractAutoSparseGP):
         base: guide for the other latents: an autoguide class, or a guide.
         learn_inducing: whether to train the inducing inputs.
         tie: what tied sites sum: "projection" Kuu⁻¹k_ui, or "covariance" k_ui as the paper prints it.
+        init_from: where to start in place of the prior: what `SparseGPRegression.condition` gives with the same
+            inducing variables, or a dict of them by site.
         prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
 
     Raises:
@@ -174,15 +182,19 @@ class AutoTSVGP(AbstractAutoSparseGP):
         base: Any = AutoNormal,
         learn_inducing: bool = False,
         tie: Literal["projection", "covariance"] = "projection",
+        init_from: RegressionPosterior | Mapping[str, RegressionPosterior] | None = None,
         prefix: str = "auto",
     ) -> None:
         self.inducing = inducing
         self._options = {"sites": sites, "learn_inducing": learn_inducing, "tie": tie}
+        self.init_from = init_from
         Dual(None, **self._options)  # a mistake in the options raises here, not at the first run
         super().__init__(model, base=base, prefix=prefix)
 
     def family(self, site: str) -> AbstractPosteriorFamily:
-        return Dual(for_site(self.inducing, site, "inducing"), **self._options)
+        start = started_at(self.init_from, site)
+        return Dual(for_site(self.inducing, site, "inducing"), **self._options, init_from=start)
 
     def check_sites(self, sites: set[str]) -> None:
         check_names(self.inducing, sites, "inducing")
+        check_names(self.init_from, sites, "init_from")

@@ -67,10 +67,28 @@ def from_sites(lambda1, Lambda2, Kuu, W):
 
 
 def titsias_bound(Kuu, Kuf, kff, residual, noise):
-    """log N(y − mean | 0, Qff + σ²I) − tr(Kff − Qff) / 2σ² (Titsias 2009, equation 9)."""
+    """log N(y − mean | 0, Qff + σ²I) − tr(Kff − Qff) / 2σ² (Titsias 2009, equation 9), σ a number or one a row."""
     Q = Kuf.T @ np.linalg.solve(Kuu, Kuf)
-    trace = np.sum(kff) - np.trace(Q)
-    return gaussian_log_density(residual, 0.0, Q + noise**2 * np.eye(len(residual))) - 0.5 * trace / noise**2
+    return dtc_evidence(Kuu, Kuf, kff, residual, noise) - 0.5 * np.sum((kff - np.diag(Q)) / noise**2)
+
+
+def dtc_evidence(Kuu, Kuf, kff, residual, noise):
+    """log N(y − mean | 0, Qff + diag σ²)."""
+    Q = Kuf.T @ np.linalg.solve(Kuu, Kuf)
+    return gaussian_log_density(residual, 0.0, Q + np.diag(np.broadcast_to(noise**2, len(residual))))
+
+
+def fitc_evidence(Kuu, Kuf, kff, residual, noise):
+    """log N(y − mean | 0, Qff + diag(kff − qff) + diag σ²)."""
+    q = np.sum(Kuf * np.linalg.solve(Kuu, Kuf), axis=0)
+    return dtc_evidence(Kuu, Kuf, kff, residual, np.sqrt(noise**2 + kff - q))
+
+
+def regression_posterior(Kuu, Kuf, residual, noise):
+    """Mean and covariance of q(u) ∝ N(u | 0, Kuu) Π_n N(y_n | k_nuᵀKuu⁻¹u, σ_n²)."""
+    V = np.linalg.solve(Kuu, Kuf)
+    S = np.linalg.inv(np.linalg.inv(Kuu) + (V / noise**2) @ V.T)
+    return S @ V @ (residual / noise**2), S
 
 
 def gp_regression(K, K_new, K_new_new, residual, noise):

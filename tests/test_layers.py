@@ -12,6 +12,7 @@ SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for pat
 # A module imports modules of smaller levels only. Files of a folder share its level, and may import each other.
 LEVELS = {
     "linalg": 0,
+    "pytrees": 0,
     "kernels": 1,
     "quadrature": 2,
     "inducing": 3,
@@ -24,6 +25,7 @@ LEVELS = {
     "elbo": 9,
     "optim": 9,
     "reparam": 9,
+    "regression": 9,
     "svgp": 10,
     "tsvgp": 10,
     "decoupled": 10,

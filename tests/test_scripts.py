@@ -32,7 +32,9 @@ def test_example_runs_and_writes_its_figure(script, tmp_path):
     ids=lambda path: path.stem,
 )
 def test_benchmark_runs_in_its_reduced_mode_and_prints_versions_and_device(script, tmp_path):
-    output = run(script, "--reduced", "--output", str(tmp_path), "--figure", str(tmp_path / "figure.png"))
+    figure = tmp_path / "figure.png"
+    draws = '"--figure"' in script.read_text("utf-8")
+    output = run(script, "--reduced", "--output", str(tmp_path), *(["--figure", str(figure)] if draws else []))
     assert re.search(r'"jax": "[\d.]+".*"device": ', output)
     assert (tmp_path / f"{script.stem}.json").exists()
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    assert not draws or figure.stat().st_size > 10_000

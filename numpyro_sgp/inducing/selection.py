@@ -1,0 +1,316 @@
+"""Where to put inducing inputs, and how many: k-means, greedy conditional variance, random rows, the trace error.
+
+`kmeans`, `greedy_variance` and `subset` have the signature that guides call at initialisation,
+`(kernel, X, rng_key, *, num_inducing)`, so `functools.partial(greedy_variance, num_inducing=100)` is an `inducing=`
+argument. They work on values: not inside `jit`. X may be a memory map; its rows are read in chunks, and besides them
+`greedy_variance` holds one float for each pair of a row and an inducing input, the others less.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+import warnings
+
+import jax
+from jax import Array, lax
+from jax.core import Tracer
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+import numpy as np
+
+from numpyro_sgp.inducing.points import AbstractInducing, as_inducing
+from numpyro_sgp.linalg import cholesky, default_jitter, matmul, solve_lower
+from numpyro_sgp.pytrees import PytreeFunction
+
+__all__ = ["Suggestion", "TraceError", "greedy_variance", "kmeans", "subset", "suggest_num_inducing", "trace_error"]
+
+# Rows of X read at once: large enough for efficient products, small enough that A takes a few megabytes.
+_CHUNK = 8192
+
+# Rows of the pivoted factor in one product: a step reads at most this many rows more than there are.
+_BLOCK = 32
+
+
+class TraceError(NamedTuple):
+    """How much prior variance the inducing variables leave unexplained at the data, in units of f².
+
+    Attributes:
+        total: tr(K − Q), Q = Kfu Kuu⁻¹ Kuf; the variational bound loses at least half of it over σ².
+        relative: tr(K − Q) / tr K, between 0 and 1.
+        largest: the largest k_nn − q_nn.
+    """
+
+    total: float
+    relative: float
+    largest: float
+
+
+class Suggestion(NamedTuple):
+    """The smallest number of greedily chosen inducing inputs that meets a tolerance.
+
+    Attributes:
+        num_inducing: M.
+        inducing: the inputs, (M, D).
+        relative_errors: tr(K − Q) / tr K after 1, 2, … inputs, (M,).
+    """
+
+    num_inducing: int
+    inducing: Array
+    relative_errors: np.ndarray
+
+
+def _rows(X: ArrayLike) -> np.ndarray:
+    if isinstance(X, Tracer):
+        msg = (
+            "Inducing inputs are chosen from values, and `X` is being traced. Choose them before `jax.jit`, or call "
+            "`svi.init` outside of it."
+        )
+        raise TypeError(msg)
+    X = np.asanyarray(X)
+    if X.ndim != 2:
+        msg = f"`X` must have shape (N, D), got {X.shape}. For one input use X[:, None]."
+        raise ValueError(msg)
+    return X
+
+
+def _check_number(num_inducing: int, N: int) -> None:
+    if not isinstance(num_inducing, int | np.integer) or num_inducing < 1:
+        msg = f"`num_inducing` must be a positive integer, got {num_inducing!r}."
+        raise ValueError(msg)
+    if num_inducing > N:
+        msg = f"`num_inducing` is {num_inducing}, but X has {N} rows. Ask for at most as many as there are rows."
+        raise ValueError(msg)
+
+
+def _too_few(num_inducing: int, found: int) -> ValueError:
+    return ValueError(
+        f"`num_inducing` is {num_inducing}, but X has only {found} distinct rows. Repeating them would make Kuu "
+        f"singular and explain nothing more: use num_inducing={found} or less."
+    )
+
+
+def _generator(rng_key: Array | None) -> np.random.Generator:
+    seed = np.zeros(1, np.uint32) if rng_key is None else np.ravel(np.asarray(jax.random.key_data(rng_key)))
+    return np.random.default_rng([int(word) for word in seed])
+
+
+def subset(kernel: Callable | None, X: ArrayLike, rng_key: Array | None = None, *, num_inducing: int) -> Array:
+    """Random distinct rows of X, (M, D).
+
+    Args:
+        kernel: not used; None will do.
+        X: inputs, (N, D).
+        rng_key: a key; by default always the same rows.
+        num_inducing: M.
+
+    Raises:
+        ValueError: more inducing inputs than distinct rows.
+        TypeError: X is being traced.
+    """
+    del kernel
+    X = _rows(X)
+    _check_number(num_inducing, len(X))
+    order = _generator(rng_key).permutation(len(X))
+    # Most sets have few equal rows: look at a few more than needed, and at all of them only if that was not enough.
+    for size in (min(len(X), 2 * num_inducing), len(X)):
+        rows = np.asarray(X[np.sort(order[:size])])
+        _, first = np.unique(rows, axis=0, return_index=True)
+        if len(first) >= num_inducing:
+            chosen = _generator(rng_key).permutation(len(first))[:num_inducing]
+            return jnp.asarray(rows[first[chosen]])
+    raise _too_few(num_inducing, len(first))
+
+
+def kmeans(
+    kernel: Callable | None,
+    X: ArrayLike,
+    rng_key: Array | None = None,
+    *,
+    num_inducing: int,
+    num_iterations: int = 10,
+    num_rows: int | None = None,
+) -> Array:
+    """Centres of k-means clusters of the rows of X, (M, D): SciPy's, on columns scaled to unit variance.
+
+    Args:
+        kernel: not used; None will do.
+        X: inputs, (N, D).
+        rng_key: a key for the rows to start from; by default always the same.
+        num_inducing: M.
+        num_iterations: of Lloyd's algorithm.
+        num_rows: cluster that many random rows instead of all.
+
+    Raises:
+        ValueError: more inducing inputs than distinct rows.
+        TypeError: X is being traced.
+    """
+    from scipy.cluster.vq import kmeans2
+
+    X = _rows(X)
+    if num_rows is not None and num_rows < len(X):
+        X = X[np.sort(_generator(rng_key).permutation(len(X))[:num_rows])]
+    start = np.asarray(subset(kernel, X, rng_key, num_inducing=num_inducing), float)
+    scale = np.std(X, axis=0, dtype=float)
+    scale[scale == 0.0] = 1.0
+    with warnings.catch_warnings():
+        # A cluster that lost its rows keeps its centre, which is what is wanted of an inducing input.
+        warnings.filterwarnings("ignore", "One of the clusters is empty", UserWarning)
+        centres, _ = kmeans2(X / scale, start / scale, iter=num_iterations, minit="matrix")
+    return jnp.asarray((centres * scale).astype(np.result_type(X.dtype, np.float32)))
+
+
+def greedy_variance(kernel: Callable, X: ArrayLike, rng_key: Array | None = None, *, num_inducing: int) -> Array:
+    """Rows of X chosen one by one, each where the prior variance given the earlier ones is largest, (M, D).
+
+    A pivoted Cholesky factorisation of K that looks at one of its columns at a time: O(N M²) operations, N M floats.
+    It is the choice for M large enough that most of the prior variance is explained; with M far too small for the data
+    it spends itself on outlying rows, and `kmeans` explains more. Where the chosen rows explain all others up to
+    rounding, a warning says so and the rest are random distinct rows.
+
+    Args:
+        kernel: one kernel, with typical hyperparameters: the lengthscale decides how far apart the rows will be.
+        X: inputs, (N, D).
+        rng_key: a key, for the random rows.
+        num_inducing: M.
+
+    Raises:
+        ValueError: more inducing inputs than distinct rows; a batch of kernels.
+        TypeError: X is being traced.
+
+    References:
+        Burt, Rasmussen and van der Wilk (2019), "Rates of convergence for sparse variational Gaussian process
+        regression"; Fine and Scheinberg (2001), "Efficient SVM training using low-rank kernel representations".
+    """
+    X = _rows(X)
+    _check_number(num_inducing, len(X))
+    pivots, _ = _pivoted_cholesky(kernel, X, num_inducing, 0.0)
+    chosen = np.asarray(X[pivots])
+    if len(pivots) < num_inducing:
+        distinct = np.unique(X, axis=0)
+        if len(distinct) < num_inducing:
+            raise _too_few(num_inducing, len(distinct))
+        warnings.warn(
+            f"The first {len(pivots)} inducing inputs explain all rows of X up to rounding under this kernel; the "
+            f"other {num_inducing - len(pivots)} are random rows. Ask for fewer, or give a shorter lengthscale.",
+            stacklevel=2,
+        )
+        known = {row.tobytes() for row in chosen}
+        others = np.stack([row for row in distinct if row.tobytes() not in known])
+        more = _generator(rng_key).permutation(len(others))[: num_inducing - len(pivots)]
+        chosen = np.concatenate([chosen, others[more]])
+    return jnp.asarray(chosen)
+
+
+def suggest_num_inducing(
+    kernel: Callable, X: ArrayLike, *, tolerance: float = 0.01, max_num_inducing: int = 2000
+) -> Suggestion:
+    """The smallest M at which greedily chosen inducing inputs leave tr(K − Q) ≤ tolerance · tr K.
+
+    Args:
+        kernel: one kernel, with typical hyperparameters.
+        X: inputs, (N, D); a random subset of the rows gives nearly the same answer sooner.
+        tolerance: fraction of the prior variance at the data that may stay unexplained.
+        max_num_inducing: where to stop looking.
+
+    Raises:
+        ValueError: the tolerance is not met with `max_num_inducing`, or does not lie in (0, 1).
+        TypeError: X is being traced.
+    """
+    X = _rows(X)
+    if not 0.0 < tolerance < 1.0:
+        msg = f"`tolerance` must lie in (0, 1), a fraction of the prior variance, got {tolerance!r}. Try 0.01."
+        raise ValueError(msg)
+    pivots, errors = _pivoted_cholesky(kernel, X, min(max_num_inducing, len(X)), tolerance)
+    if errors[-1] > tolerance:
+        msg = (
+            f"{len(pivots)} inducing inputs leave {errors[-1]:.3g} of the prior variance unexplained, more than the "
+            f"`tolerance` of {tolerance}. Raise `max_num_inducing` or the tolerance."
+        )
+        raise ValueError(msg)
+    return Suggestion(len(pivots), jnp.asarray(X[pivots]), errors)
+
+
+def trace_error(
+    kernel: Callable, X: ArrayLike, inducing: ArrayLike | AbstractInducing, *, jitter: float | None = None
+) -> TraceError:
+    """tr(K − Q) at the data, read in chunks: what the inducing variables cannot explain, whatever q(u).
+
+    Args:
+        kernel: one kernel.
+        X: inputs, (N, D).
+        inducing: inducing inputs (M, D), or an inducing object.
+        jitter: added to the diagonal of Kuu, relative to its mean; by default 1e-6 in float64 and 1e-4 in float32.
+
+    Raises:
+        TypeError: X is being traced.
+    """
+    X = _rows(X)
+    kernel, inducing = PytreeFunction.of(kernel), as_inducing(inducing)
+    total = prior = largest = 0.0
+    for start in range(0, len(X), _CHUNK):
+        rows = jnp.asarray(X[start : start + _CHUNK])
+        relative = default_jitter(rows.dtype) if jitter is None else jitter
+        unexplained, kff = (np.asarray(x, float) for x in _unexplained(kernel, inducing, rows, relative))
+        total, prior = total + unexplained.sum(), prior + kff.sum()
+        largest = max(largest, unexplained.max())
+    return TraceError(float(total), float(total / prior), float(largest))
+
+
+@jax.jit
+def _unexplained(
+    kernel: PytreeFunction, inducing: AbstractInducing, X: Array, jitter: ArrayLike
+) -> tuple[Array, Array]:
+    A = solve_lower(cholesky(inducing.Kuu(kernel), jitter), inducing.Kuf(kernel, X))
+    kff = kernel(X)
+    return jnp.maximum(kff - jnp.sum(A * A, axis=-2), 0.0), kff
+
+
+def _pivoted_cholesky(kernel: Callable, X: np.ndarray, M: int, tolerance: float) -> tuple[np.ndarray, np.ndarray]:
+    """Pivots in the order chosen, and tr(K − Q) / tr K after each."""
+    rows = jnp.asarray(X)
+    if not jnp.issubdtype(rows.dtype, jnp.floating):
+        rows = rows.astype(jnp.result_type(float))
+    shape = jax.eval_shape(kernel, rows).shape
+    if len(shape) != 1:
+        msg = (
+            f"`kernel` must be one kernel, got a batch of them: variances of shape {shape}. Choose for each, or a mean."
+        )
+        raise ValueError(msg)
+    count, pivots, errors = _pivot(PytreeFunction.of(kernel), rows, M, tolerance)
+    return np.asarray(pivots)[: int(count)], np.asarray(errors, float)[: int(count)]
+
+
+@partial(jax.jit, static_argnames="M")
+def _pivot(kernel: PytreeFunction, X: Array, M: int, tolerance: ArrayLike) -> tuple[Array, Array, Array]:
+    kff = kernel(X)
+    N, dtype = len(kff), kff.dtype
+    # The factor's rows, in blocks so that a step reads those that are there and not those to come.
+    C = jnp.zeros((-(-M // _BLOCK), _BLOCK, N), dtype)
+    # Rounding leaves a variance of a few machine epsilons at rows that are explained.
+    negligible = 100.0 * jnp.finfo(dtype).eps * jnp.max(kff)
+    total = jnp.sum(kff)
+
+    def is_unfinished(state: tuple) -> Array:
+        step, variance, _, _, errors = state
+        error = jnp.where(step > 0, errors[step - 1], jnp.inf)
+        return (step < M) & (jnp.max(variance) > negligible) & (error > tolerance)
+
+    def choose(state: tuple) -> tuple:
+        step, variance, C, pivots, errors = state
+        pivot = jnp.argmax(variance)
+        column = C[:, :, pivot]
+
+        def add_block(block: Array, explained: Array) -> Array:
+            return explained + matmul(column[block], C[block])
+
+        explained = lax.fori_loop(0, step // _BLOCK + 1, add_block, jnp.zeros(N, dtype))
+        row = (kernel(X[pivot][None], X)[0] - explained) / jnp.sqrt(variance[pivot])
+        # At the pivot itself nothing is left, exactly, so that it is not chosen twice.
+        variance = jnp.maximum(variance - row * row, 0.0).at[pivot].set(0.0)
+        C = C.at[step // _BLOCK, step % _BLOCK].set(row)
+        pivots = pivots.at[step].set(pivot.astype(pivots.dtype))
+        return step + 1, variance, C, pivots, errors.at[step].set(jnp.sum(variance) / total)
+
+    start = (jnp.asarray(0), kff, C, jnp.zeros(M, jnp.int32), jnp.zeros(M, dtype))
+    count, _, _, pivots, errors = lax.while_loop(is_unfinished, choose, start)
+    return count, pivots, errors
