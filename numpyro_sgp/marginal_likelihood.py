@@ -4,9 +4,11 @@ With Kuu = L Lᵀ, A = L⁻¹Kuf, noise variances σ_n² and w_n = 1/σ_n²: B =
 q(v) = N(B⁻¹ A diag(w) y, B⁻¹) with u = L v.
 """
 
+from functools import partial
 import math
 from typing import NamedTuple
 
+import jax
 from jax import Array
 import jax.numpy as jnp
 
@@ -18,9 +20,10 @@ from numpyro_sgp.linalg import (
     matvec_transposed,
     solve_lower,
     solve_lower_transposed,
+    triangular_inverse,
 )
 
-__all__ = ["BOUNDS", "Collapsed", "collapsed"]
+__all__ = ["BOUNDS", "Collapsed", "collapsed", "collapsed_bound"]
 
 BOUNDS = ("titsias", "dtc", "fitc")
 
@@ -30,24 +33,33 @@ class Collapsed(NamedTuple):
 
     Attributes:
         value: the bound on, or approximation of, log p(y), (...).
-        m: whitened mean, (..., M).
+        L: Cholesky factor of Kuu, (..., M, M).
+        A: L⁻¹ Kuf, (..., M, N).
         L_B: Cholesky factor of the whitened precision, (..., M, M).
-        precision: 1/σ_n², of `fitc` with the conditional variances in σ_n², (..., N).
+        m: whitened mean, (..., M).
+        misfit: observations less their fitted values, (..., N).
+        precision: 1/σ_n², of "fitc" with the conditional variances in σ_n², (..., N).
+        unexplained: k_nn − q_nn, (..., N).
     """
 
     value: Array
-    m: Array
+    L: Array
+    A: Array
     L_B: Array
+    m: Array
+    misfit: Array
     precision: Array
+    unexplained: Array
 
 
-def collapsed(A: Array, kff: Array, residual: Array, noise: Array, bound: str = "titsias") -> Collapsed:
-    """Log N(y | 0, Q + diag σ²) − ½ Σ_n (k_nn − q_nn)/σ_n² with Q = AᵀA, in O(N M²).
+def collapsed(Kuu: Array, Kuf: Array, kff: Array, residual: Array, noise: Array, bound: str = "titsias") -> Collapsed:
+    """Log N(y | 0, Q + diag σ²) − ½ Σ_n (k_nn − q_nn)/σ_n² with Q = AᵀA, and the optimal q(v), in O(N M²).
 
     "dtc" leaves the trace term out and so bounds nothing; "fitc" puts k_nn − q_nn into the noise instead.
 
     Args:
-        A: L⁻¹ Kuf, (..., M, N).
+        Kuu: prior covariance of the inducing variables, with jitter, (..., M, M).
+        Kuf: (..., M, N).
         kff: prior variances, (..., N).
         residual: observations less the prior mean, (..., N).
         noise: noise variances σ_n², (..., N).
@@ -55,23 +67,100 @@ def collapsed(A: Array, kff: Array, residual: Array, noise: Array, bound: str = 
 
     References:
         Titsias (2009), "Variational learning of inducing variables in sparse Gaussian processes", equation 9; Tiao
-        (2020), appendices V to VII; Quiñonero-Candela and Rasmussen (2005), sections 5 (DTC) and 6 (FITC).
+        (2020), appendices V to VII; Quiñonero-Candela and Rasmussen (2005), "A unifying view of sparse approximate
+        Gaussian process regression" (DTC, FITC).
     """
+    L = cholesky(Kuu)
+    A = _solve_many(L, Kuf)
     N, M = A.shape[-1], A.shape[-2]
-    unexplained = jnp.maximum(kff - jnp.sum(A * A, axis=-2), 0.0)
+    unexplained = kff - jnp.sum(A * A, axis=-2)
     if bound == "fitc":
+        unexplained = jnp.maximum(unexplained, 0.0)  # a variance, whatever the rounding
         noise = noise + unexplained
     precision = 1.0 / noise
     root = jnp.sqrt(precision)
     U = A * root[..., None, :]
     L_B = cholesky(jnp.eye(M, dtype=A.dtype) + matmul(U, jnp.swapaxes(U, -1, -2)))
-    c = solve_lower(L_B, matvec(U, root * residual)[..., None])
+    c = solve_lower(L_B, matvec(A, precision * residual)[..., None])
     m = solve_lower_transposed(L_B, c)[..., 0]
+    misfit = residual - matvec_transposed(A, m)
     # A sum of non-negative terms: in float32 the difference w y² − |c|² loses the digits that matter where w is large.
-    misfit = root * (residual - matvec_transposed(A, m))
-    quadratic = jnp.sum(misfit * misfit, axis=-1) + jnp.sum(m * m, axis=-1)
+    quadratic = jnp.sum(precision * misfit * misfit, axis=-1) + jnp.sum(m * m, axis=-1)
     log_noise = jnp.sum(jnp.broadcast_to(jnp.log(noise), (*noise.shape[:-1], N)), axis=-1)
     value = -0.5 * (N * math.log(2.0 * math.pi) + log_noise + log_determinant(L_B) + quadratic)
     if bound == "titsias":
         value = value - 0.5 * jnp.sum(precision * unexplained, axis=-1)
-    return Collapsed(value, m, L_B, precision)
+    return Collapsed(value, L, A, L_B, m, misfit, precision, unexplained)
+
+
+def _solve_many(L: Array, B: Array) -> Array:
+    """L⁻¹ B for B with many columns.
+
+    In float64 one product with the inverse: three times faster than a triangular solve on a CPU (M = 128). In float32
+    its rounding, the condition number of L times the machine epsilon whatever B, cost nats where the solve lost 0.05.
+    """
+    return matmul(triangular_inverse(L), B) if jnp.finfo(L.dtype).eps < 1e-10 else solve_lower(L, B)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(5,))
+def collapsed_bound(Kuu: Array, Kuf: Array, kff: Array, residual: Array, noise: Array, bound: str = "titsias") -> Array:
+    """The value of `collapsed`, with its derivative written out: no factorisation is differentiated.
+
+    With Σ = Kuu + Kuf diag(w) Kfu, b = Σ⁻¹Kuf(w∘y), r = y − Kfu b, g_n = ∂/∂σ_n² of the density and t_n that of the
+    value with respect to q_nn (½w, 0 or −g),
+
+        dKuf: b (w∘r)ᵀ − Σ⁻¹Kuf diag(w) + 2 Kuu⁻¹Kuf diag(t)
+        dKuu: ½ (Kuu⁻¹ − Σ⁻¹ − b bᵀ) − Kuu⁻¹Kuf diag(t) Kfu Kuu⁻¹
+
+    which takes one product with all rows beside those of the value (two for "fitc").
+
+    Args:
+        Kuu: prior covariance of the inducing variables, with jitter, (..., M, M).
+        Kuf: (..., M, N).
+        kff: prior variances, (..., N).
+        residual: observations less the prior mean, (..., N).
+        noise: noise variances σ_n², (..., N).
+        bound: "titsias", "dtc" or "fitc".
+    """
+    return collapsed(Kuu, Kuf, kff, residual, noise, bound).value
+
+
+@collapsed_bound.defjvp
+def _collapsed_bound_jvp(bound: str, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    Kuu, Kuf, kff, residual, noise = primals
+    q = collapsed(Kuu, Kuf, kff, residual, noise, bound)
+    A, w = q.A, q.precision
+    identity = jnp.eye(A.shape[-2], dtype=A.dtype)
+    L_B_inverse = triangular_inverse(q.L_B)
+    B_inverse = matmul(jnp.swapaxes(L_B_inverse, -1, -2), L_B_inverse)
+    # Whitened, the gradient with respect to Kuu is that of ½ (I − B⁻¹ − m mᵀ) − A diag(t) Aᵀ.
+    whitened = 0.5 * (identity - B_inverse - q.m[..., :, None] * q.m[..., None, :])
+    by_residual = -w * q.misfit
+    outer = solve_lower_transposed(q.L, q.m[..., None]) * -by_residual[..., None, :]
+    if bound == "titsias":
+        # With t = ½ w both sums over rows are products with I − B⁻¹, and A diag(t) Aᵀ = ½ (B − I).
+        rows = matmul(solve_lower_transposed(q.L, identity - B_inverse), A)
+        shrunk = jnp.sum(A * A, axis=-2) - jnp.sum(Kuf * rows, axis=-2)
+        by_Kuf = outer + rows * w[..., None, :]
+        whitened = whitened - 0.5 * (matmul(q.L_B, jnp.swapaxes(q.L_B, -1, -2)) - identity)
+    else:
+        rows = matmul(solve_lower_transposed(q.L, B_inverse), A)
+        shrunk = jnp.sum(Kuf * rows, axis=-2)
+        by_Kuf = outer - rows * w[..., None, :]
+    by_noise = -0.5 * w * (1.0 - w * shrunk - w * q.misfit * q.misfit)
+    by_kff = jnp.zeros_like(by_noise)
+    if bound == "titsias":
+        by_kff = jnp.broadcast_to(-0.5 * w, by_noise.shape)
+        by_noise = by_noise + 0.5 * w * w * q.unexplained
+    elif bound == "fitc":
+        # Where rounding made k_nn − q_nn negative, the value has 0 in its place.
+        by_kff = jnp.where(q.unexplained > 0.0, by_noise, 0.0)
+        weighted = A * by_kff[..., None, :]
+        by_Kuf = by_Kuf - 2.0 * solve_lower_transposed(q.L, weighted)
+        whitened = whitened + matmul(weighted, jnp.swapaxes(A, -1, -2))
+    half = jnp.swapaxes(solve_lower_transposed(q.L, whitened), -1, -2)
+    by_Kuu = solve_lower_transposed(q.L, half)
+    dKuu, dKuf, dkff, dresidual, dnoise = tangents
+    derivative = jnp.sum(by_Kuu * dKuu, axis=(-2, -1)) + jnp.sum(by_Kuf * dKuf, axis=(-2, -1))
+    derivative = derivative + jnp.sum(by_kff * dkff + by_residual * dresidual + by_noise * dnoise, axis=-1)
+    return q.value, jnp.broadcast_to(derivative, q.value.shape)

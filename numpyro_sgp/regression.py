@@ -13,12 +13,12 @@ import numpy as np
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
 
-from numpyro_sgp.conditionals import Projection, project
 from numpyro_sgp.conditionals.moments import moments
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
 from numpyro_sgp.inducing import AbstractInducing, as_inducing, check_width
 from numpyro_sgp.linalg import (
     cholesky,
+    diagonal,
     log_determinant,
     matmul,
     matvec,
@@ -27,7 +27,7 @@ from numpyro_sgp.linalg import (
     solve_lower_transposed,
     triangular_inverse,
 )
-from numpyro_sgp.marginal_likelihood import BOUNDS, Collapsed, collapsed
+from numpyro_sgp.marginal_likelihood import BOUNDS, collapsed, collapsed_bound
 from numpyro_sgp.pytrees import PytreeFunction
 from numpyro_sgp.sites import AbstractSites
 
@@ -129,17 +129,19 @@ class SparseGPRegression(dist.Distribution):
         batch_shape = np.broadcast_shapes(self.prior.batch_shape, self.noise_scale.shape[:-1])
         super().__init__(batch_shape, self.prior.event_shape, validate_args=validate_args)
 
-    def _project(self) -> Projection:
+    def _blocks(self) -> tuple[Array, Array, Array]:
+        """Kuu with its jitter, Kuf and kff."""
         prior = self.prior
-        return project(self.inducing, prior.kernel, prior.X, prior.relative_jitter)
+        Kuu = self.inducing.Kuu(prior.kernel)
+        shift = prior.relative_jitter * jnp.mean(diagonal(Kuu), axis=-1)
+        Kuu = Kuu + shift[..., None, None] * jnp.eye(Kuu.shape[-1], dtype=Kuu.dtype)
+        return Kuu, self.inducing.Kuf(prior.kernel, prior.X), prior.kernel(prior.X)
 
-    def _collapsed(self, y: Array) -> tuple[Projection, Collapsed]:
-        blocks = self._project()
-        residual = jnp.asarray(y, self.prior.X.dtype) - self.prior.prior_mean
-        return blocks, collapsed(blocks.A, blocks.kff, residual, self.noise_scale**2, self.bound)
+    def _residual(self, y: ArrayLike) -> Array:
+        return jnp.asarray(y, self.prior.X.dtype) - self.prior.prior_mean
 
     def log_prob(self, value: Array) -> Array:
-        return self._collapsed(value)[1].value
+        return collapsed_bound(*self._blocks(), self._residual(value), self.noise_scale**2, self.bound)
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         key_u, key_f, key_noise = jax.random.split(key, 3)
@@ -147,7 +149,8 @@ class SparseGPRegression(dist.Distribution):
         if self.bound == "titsias":
             f = prior.expand(self.batch_shape).sample(key_f, sample_shape)
         else:
-            _, _, A, kff = self._project()
+            Kuu, Kuf, kff = self._blocks()
+            A = solve_lower(cholesky(Kuu), Kuf)
             f = prior.prior_mean + matvec_transposed(A, jax.random.normal(key_u, (*shape, A.shape[-2]), A.dtype))
             if self.bound == "fitc":
                 unexplained = jnp.maximum(kff - jnp.sum(A * A, axis=-2), 0.0)
@@ -163,7 +166,8 @@ class SparseGPRegression(dist.Distribution):
         """Var[y], of the exact GP, (..., N); "dtc" draws have less."""
         variance = self.prior.kernel(self.prior.X)
         if self.bound == "dtc":
-            variance = jnp.sum(self._project().A ** 2, axis=-2)
+            Kuu, Kuf, _ = self._blocks()
+            variance = jnp.sum(solve_lower(cholesky(Kuu), Kuf) ** 2, axis=-2)
         return jnp.broadcast_to(variance + self.noise_scale**2, self.batch_shape + self.event_shape)
 
     def condition(self, y: ArrayLike) -> "RegressionPosterior":
@@ -179,10 +183,10 @@ class SparseGPRegression(dist.Distribution):
         if y.shape[-1:] != self.event_shape:
             msg = f"`y` must have shape (N,) = {self.event_shape}, one value for each row of X, got {y.shape}."
             raise ValueError(msg)
-        blocks, optimum = self._collapsed(y)
-        residual = y.astype(self.prior.X.dtype) - self.prior.prior_mean
+        residual = self._residual(y)
+        q = collapsed(*self._blocks(), residual, self.noise_scale**2, self.bound)
         return RegressionPosterior(
-            self.prior, self.inducing, self.mean_function, blocks.L, optimum.m, optimum.L_B, residual, optimum.precision
+            self.prior, self.inducing, self.mean_function, q.L, q.m, q.L_B, residual, q.precision
         )
 
 

@@ -27,7 +27,7 @@ class InducingReparam(Reparam):
     Args:
         inducing: inducing inputs (M, D), or an inducing object.
         conditional: "mean" takes f as its mean given v, the deterministic training conditional; "independent" adds
-            √(k_ii − |A_i|²) ε_i with a latent `f_residual` (N,), so that the marginal prior variances are exact (the
+            √(k_ii − A_iᵀA_i) ε_i with a latent `f_residual` (N,), so that the marginal prior variances are exact (the
             fully independent training conditional).
 
     Raises:
