@@ -100,6 +100,10 @@ def figure(result: dict, path: Path) -> None:
             right.loglog([row["M"] for row in rows], [max(row["seconds"], 1e-3) for row in rows], style)
         left.set(xlabel="M", ylabel="bound for each row (nats)", title=name, xscale="log")
         right.set(xlabel="M", ylabel="time to choose (CPU s)", title=name)
+        numbers = sorted({row["M"] for row in measured["table"]})
+        for axis in (left, right):
+            axis.set_xticks(numbers, [str(M) for M in numbers])
+            axis.minorticks_off()
         left.legend(frameon=False, fontsize=8)
     plt.savefig(path, dpi=120)
     print(f"figure written to {path}")

@@ -163,9 +163,9 @@ def greedy_variance(kernel: Callable, X: ArrayLike, rng_key: Array | None = None
     """Rows of X chosen one by one, each where the prior variance given the earlier ones is largest, (M, D).
 
     A pivoted Cholesky factorisation of K that looks at one of its columns at a time: O(N M²) operations, N M floats.
-    It is the choice for M large enough that most of the prior variance is explained; with M far too small for the data
-    it spends itself on outlying rows, and `kmeans` explains more. Where the chosen rows explain all others up to
-    rounding, a warning says so and the rest are random distinct rows.
+    Best in few dimensions or on clustered rows, with M large enough to cover them; with M far too small for the data it
+    spends itself on outlying rows, and `kmeans` explains more. Where the chosen rows explain all others up to rounding,
+    a warning says so and the rest are random distinct rows.
 
     Args:
         kernel: one kernel, with typical hyperparameters: the lengthscale decides how far apart the rows will be.
