@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from numpyro_sgp.conditionals.moments import Moments, moments
 from numpyro_sgp.linalg import (
     cholesky,
+    diagonal,
     log_determinant,
     matmul,
     matvec,
@@ -22,7 +23,28 @@ from numpyro_sgp.linalg import (
     triangular_inverse,
 )
 
-__all__ = ["dual", "dual_dense", "dual_per_datum", "dual_projected", "natural_whitened", "projected_at"]
+__all__ = [
+    "dual",
+    "dual_dense",
+    "dual_per_datum",
+    "dual_projected",
+    "natural_whitened",
+    "projected_at",
+    "_root_of_precision",
+]
+
+
+def _root_of_precision(P: Array) -> Array:
+    """Lower L_P with L_P L_Pᵀ = P ⪰ I, NaN where a pivot is lost in the rounding of the largest entry.
+
+    What the data say is then known so much better than the prior says, that I + Λ̃ no longer holds the prior: in float32
+    from Λ̃ = 1e7 on, with nats gone and nothing to see. A step that leads there has to be refused.
+    """
+    L_P = cholesky(P)
+    smallest = jnp.min(diagonal(L_P) ** 2, axis=-1)
+    largest = jnp.max(diagonal(P), axis=-1)
+    lost = smallest < jnp.finfo(P.dtype).eps * largest
+    return jnp.where(lost[..., None, None], jnp.nan, L_P)
 
 
 def natural_whitened(lambda1: Array, Lambda2: Array, A: Array, kff: Array) -> Moments:
@@ -38,7 +60,7 @@ def natural_whitened(lambda1: Array, Lambda2: Array, A: Array, kff: Array) -> Mo
         Salimbeni, Eleftheriadis and Hensman (2018), "Natural gradients in practice", in the whitened basis.
     """
     M = lambda1.shape[-1]
-    L_P = cholesky(jnp.eye(M, dtype=A.dtype) + Lambda2)
+    L_P = _root_of_precision(jnp.eye(M, dtype=A.dtype) + Lambda2)
     # tr P⁻¹ needs the inverse root; with it at hand the other solves are products. P ⪰ I is well conditioned.
     L_P_inverse = triangular_inverse(L_P)
     T = matmul(L_P_inverse, A)
@@ -138,7 +160,7 @@ def dual_dense(lambda1: Array, Lambda2: Array, K: Array, Kxf: Array, kff: Array)
     """
     root = jnp.sqrt(Lambda2)
     identity = jnp.eye(K.shape[-1], dtype=K.dtype)
-    L_B = cholesky(identity + root[..., :, None] * K * root[..., None, :])
+    L_B = _root_of_precision(identity + root[..., :, None] * K * root[..., None, :])
     A = solve_lower(L_B, root[..., :, None] * Kxf)
     half = solve_lower(L_B, (root * matvec(K, lambda1))[..., None])
     alpha = lambda1 - root * solve_lower_transposed(L_B, half)[..., 0]
