@@ -30,7 +30,6 @@ __all__ = [
     "dual_projected",
     "natural_whitened",
     "projected_at",
-    "_root_of_precision",
 ]
 
 
