@@ -31,9 +31,10 @@ LEVELS = {
     "decoupled": 10,
     "qsgp": 10,
     "weightspace": 10,
+    "checkpoint": 10,
     "fit": 11,
     "predict": 11,
-    "diagnostics": 11,
+    "diagnostics": 12,
 }
 WITHOUT_NUMPYRO = {module for module, level in LEVELS.items() if level <= LEVELS["marginal_likelihood"]}
 MAY_USE_NUMPYRO_INTERNALS = {"distributions", "autoguide", "elbo", "optim", "reparam"}
