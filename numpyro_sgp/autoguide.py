@@ -24,6 +24,7 @@ from numpyro.primitives import Messenger
 from numpyro_sgp.conditionals import Moments
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior, rewrap, unwrap
 from numpyro_sgp.inducing import AbstractInducing, as_inducing, check_width
+from numpyro_sgp.predict import FunctionDraws, sample_functions
 
 __all__ = ["AbstractAutoSparseGP", "AbstractPosteriorFamily", "AutoSparseGP", "inducing_param"]
 
@@ -389,6 +390,41 @@ class AbstractAutoSparseGP(AutoGuide):
         keys = jax.random.split(rng_key, sample_shape)
         draws = jax.lax.map(draw, keys.reshape(-1))
         return jax.tree.map(lambda x: x.reshape(*sample_shape, *x.shape[1:]), draws)
+
+    def sample_functions(
+        self,
+        rng_key: Array,
+        params: Mapping[str, Any],
+        *args: Any,
+        num_samples: int,
+        num_features: int = 1024,
+        **kwargs: Any,
+    ) -> dict[str, FunctionDraws]:
+        """Functions drawn from the posterior of each GP site, consistent across calls; see `FunctionDraws`.
+
+        Each has its own draw of the hyperparameters, and of the prior by random Fourier features, corrected where the
+        posterior knows better (Matheron's rule).
+
+        Args:
+            rng_key: a key.
+            params: fitted parameters.
+            args: arguments of the model; the rows in them do not matter.
+            num_samples: S, the number of functions.
+            num_features: random Fourier features of each term of the kernel; more make single functions closer to a GP.
+            kwargs: keyword arguments of the model.
+
+        Returns:
+            By site name f with `f(X_new)` of shape (S, ..., N_new), X_new inputs of that site, (N_new, D).
+
+        Raises:
+            TypeError: a kernel without a known spectral density.
+            ValueError: a prior mean given as an array; a kernel or mean that closes over values of the model's run.
+
+        References:
+            Wilson et al. (2020), "Efficiently sampling functions from Gaussian process posteriors", equations 12, 13.
+        """
+        options = {"num_samples": num_samples, "num_features": num_features}
+        return sample_functions(self, rng_key, params, *args, **options, **kwargs)
 
     def _at_base_values(
         self, params: Mapping[str, Any], values: Mapping[str, Array], args: tuple, kwargs: dict

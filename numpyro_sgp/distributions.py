@@ -255,3 +255,20 @@ def rewrap(fn: dist.Distribution, replace: Callable[[Any, tuple[int, ...]], dist
         batch_shape = fn.batch_shape
         return rewrap(fn.base_dist, lambda inner, _: replace(inner, batch_shape))
     return replace(fn, fn.batch_shape)
+
+
+def log_prob_of(fn: dist.Distribution, value: Array) -> Array:
+    """The log density of a site, also where a mask of False, which tells a guide to predict, covers all of it."""
+    if isinstance(fn, MaskedDistribution) and fn._mask is False:
+        fn = fn.base_dist
+    return jnp.asarray(fn.log_prob(value))
+
+
+def observed_mask(fn: dist.Distribution) -> Array:
+    """Which entries of a site's log density count: an array that broadcasts to the batch shape of `fn`."""
+    if isinstance(fn, MaskedDistribution):
+        return jnp.logical_and(jnp.asarray(fn._mask), observed_mask(fn.base_dist))
+    if isinstance(fn, Independent):
+        inner = jnp.broadcast_to(observed_mask(fn.base_dist), fn.base_dist.batch_shape)
+        return jnp.any(inner, axis=tuple(range(-fn.reinterpreted_batch_ndims, 0)))
+    return observed_mask(fn.base_dist) if isinstance(fn, ExpandedDistribution) else jnp.asarray(True)

@@ -1,0 +1,620 @@
+"""A posterior as a process: factorised once, evaluated anywhere; and draws of whole functions from it.
+
+With u = L v, L Lᵀ = Kuu, and q(v) = N(m, RᵀR), every posterior of the package has at inputs X the moments
+
+    mean(X) = m_prior(X) + kᵀa,   Cov = Kff − AᵀA + TᵀT,   A = L⁻¹k,   T = R A,   a = L⁻ᵀm,   k = Cov(u, f(X)),
+
+and by Matheron's rule a draw of the function is a draw g of the prior corrected where it is known:
+
+    f(x) = m_prior(x) + g(x) + k(x)ᵀ w,   w = L⁻ᵀ (v − L⁻¹(g_u + ε)),   v ~ q(v),   ε ~ N(0, jitter).
+
+The noise ε is the one that the jitter on Kuu stands for. The prior draw g is a sum of random Fourier features, fresh
+frequencies for each draw; then draws have exactly the posterior's mean and covariance, whatever the number of features.
+
+References:
+    Wilson, Borovitskiy, Terenin, Mostowsky and Deisenroth (2020), "Efficiently sampling functions from Gaussian process
+    posteriors", section 3; Rahimi and Recht (2007), "Random features for large-scale kernel machines", algorithm 1.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+import itertools
+import math
+from typing import Any, NamedTuple, Protocol, cast
+
+import jax
+from jax import Array
+from jax.core import Tracer
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from numpyro_sgp.conditionals import Moments
+from numpyro_sgp.conditionals.moments import moments
+from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
+from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, InducingPoints, check_width
+from numpyro_sgp.kernels import (
+    Constant,
+    Linear,
+    Matern12,
+    Matern32,
+    Matern52,
+    Periodic,
+    Polynomial,
+    Product,
+    RationalQuadratic,
+    Select,
+    SquaredExponential,
+    Stationary,
+    Sum,
+    Warp,
+)
+from numpyro_sgp.linalg import (
+    cholesky,
+    diagonal,
+    matmul,
+    matvec,
+    matvec_transposed,
+    solve_lower,
+    solve_lower_transposed,
+)
+from numpyro_sgp.sites import DatumSites
+
+__all__ = ["FunctionDraws", "ProcessPosterior", "process_posterior", "sample_functions"]
+
+
+class UnknownFamilyError(TypeError):
+    """A posterior family is not described by a Gaussian q(u), nor by one site for each row."""
+
+
+class Guide(Protocol):
+    """What is asked of a guide: an `AbstractAutoSparseGP` is one."""
+
+    prefix: str
+
+    def family(self, site: str) -> Any:
+        """The posterior family of a GP site."""
+        ...
+
+    def posterior(
+        self, rng_key: Array, params: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, SparsePosterior]:
+        """The posterior of each GP site at the model's inputs."""
+        ...
+
+
+# The posterior, factorised.
+
+
+@jax.tree_util.register_static
+class _WithVariables(AbstractInducing):
+    """The same inducing variables u, and their whitened selves v in the place of function values: Cov(u, v) = L."""
+
+    def __init__(self, inducing: AbstractInducing, prior: GaussianProcess) -> None:
+        self.inducing = inducing
+        self.prior = prior
+
+    @property
+    def num_inducing(self) -> int:
+        return self.inducing.num_inducing
+
+    @property
+    def width(self) -> int:
+        return self.inducing.width
+
+    def Kuu(self, kernel: Callable) -> Array:
+        return self.inducing.Kuu(kernel)
+
+    def Kuf(self, kernel: Callable, X: Array) -> Array:
+        if X is self.prior.X:
+            return cholesky(self.inducing.Kuu(kernel), self.prior.relative_jitter)
+        return self.inducing.Kuf(kernel, X)
+
+    def Kuv(self, kernel: Callable, other: AbstractInducing) -> Array:
+        return self.inducing.Kuv(kernel, other)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ProcessPosterior:
+    """q(f) as a process: all that does not depend on where it is evaluated is held factorised.
+
+    Made by `process_posterior`. A pytree: it can be returned from `jit`, mapped over draws of the hyperparameters, and
+    pickled. Under a dense posterior (t-VGP) u are the values at the training inputs, and A = L_B⁻¹ W½ k.
+
+    Attributes:
+        kernel: the prior's kernel.
+        mean_function: the prior mean at any inputs, a number or a function; None where it was given as values.
+        inducing: the inducing variables u.
+        L: Cholesky factor of Kuu, or of B = I + W½KW½, (..., M, M).
+        a: the mean's weights, (..., M).
+        R: root of q(v)'s covariance, S = RᵀR, (..., M, M); None for a dense posterior.
+        W_sqrt: roots of the sites' precisions, (..., M); None for a sparse posterior.
+        kl: KL(q(u) ‖ p(u)), (...).
+        jitter: relative to the mean prior variance.
+        batch_shape: one latent for each entry.
+    """
+
+    kernel: Callable
+    mean_function: Any
+    inducing: AbstractInducing
+    L: Array
+    a: Array
+    R: Array | None
+    W_sqrt: Array | None
+    kl: Array
+    jitter: ArrayLike
+    batch_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    def prior(self, X_new: ArrayLike) -> GaussianProcess:
+        """The prior at other inputs, (N_new, D).
+
+        Raises:
+            ValueError: inputs of another width; the prior mean was given as values at the training inputs.
+        """
+        if self.mean_function is None:
+            msg = (
+                "The prior mean was given as an array of values at the model's inputs, which say nothing about "
+                "`X_new`. Give `mean` to `GaussianProcess` as a scalar or as a function of X."
+            )
+            raise ValueError(msg)
+        prior = GaussianProcess(self.kernel, X_new, self.mean_function, jitter=cast(Any, self.jitter))
+        if self.inducing.width != prior.X.shape[-1]:
+            msg = (
+                f"`X_new` has shape {prior.X.shape}, but this GP has inputs of {self.inducing.width} columns. "
+                "Give the inputs of the GP site itself, (N_new, D)."
+            )
+            raise ValueError(msg)
+        return prior
+
+    def posterior(self, X_new: ArrayLike) -> SparsePosterior:
+        """q(f(X_new)): `.mean`, `.variance`, `.covariance()`, `.sample(key)`.
+
+        Args:
+            X_new: inputs, (N_new, D).
+
+        Raises:
+            ValueError: inputs of another width; the prior mean was given as values at the training inputs.
+        """
+        prior = self.prior(X_new)
+        Kuf = self.inducing.Kuf(prior.kernel, prior.X)
+        A = solve_lower(self.L, Kuf if self.W_sqrt is None else self.W_sqrt[..., :, None] * Kuf)
+        T = None if self.R is None else matmul(self.R, A)
+        q = moments(matvec_transposed(Kuf, self.a), prior.kernel(prior.X), A, T, self.kl)
+        return SparsePosterior(prior, q, self.batch_shape)
+
+
+def _reader(params: Mapping[str, Any], site: str, prefix: str, seen: dict[str, Any]) -> Callable[[str, Any], Any]:
+    def read(symbol: str, init: Any) -> Any:
+        del init
+        name = f"{site}_{prefix}_{symbol}"
+        if name not in params:
+            msg = f"The parameter {name!r} is missing. Pass all fitted parameters, `result.params` of `SVI.run`."
+            raise ValueError(msg)
+        seen[symbol] = params[name]
+        return params[name]
+
+    return read
+
+
+def process_of(guide: Guide, params: Mapping[str, Any], site: str, q: SparsePosterior) -> ProcessPosterior:
+    """The process that the posterior `q` of a GP site belongs to.
+
+    Args:
+        guide: a sparse guide.
+        params: fitted parameters.
+        site: name of the GP site.
+        q: what `guide.posterior` gives for it, at any inputs.
+
+    Raises:
+        UnknownFamilyError: a posterior family that is not described by inducing variables, or by one site a row.
+    """
+    kernel, jitter = q.prior.kernel, q.prior.relative_jitter
+    family, seen = guide.family(site), {}
+    read = _reader(params, site, guide.prefix, seen)
+
+    def variables(symbol: str, init: Any) -> Any:
+        value = read(symbol, init)
+        return _WithVariables(value, at_variables) if symbol == "inducing" else value
+
+    inducing = params.get(f"{site}_{guide.prefix}_inducing")
+    M = 1 if inducing is None else inducing.num_inducing
+    at_variables = GaussianProcess(kernel, jnp.zeros((M, q.prior.X.shape[-1]), q.prior.X.dtype), jitter=jitter)
+    found: Moments = family.moments(variables, at_variables, q.batch_shape)
+    shared = {"kernel": kernel, "mean_function": q.prior.mean_function, "kl": q.kl, "jitter": jitter}
+    if set(seen) == {"sites"} and isinstance(seen["sites"], DatumSites):
+        return _dense(seen["sites"], q.batch_shape, shared)
+    if not isinstance(inducing, AbstractInducing) or found.posterior_root is None:
+        msg = (
+            f"The posterior family {type(family).__name__} of site {site!r} has no inducing variables u with a "
+            "Gaussian q(u) of their own. Use the moments that `guide.posterior` gives at the inputs you want."
+        )
+        raise UnknownFamilyError(msg)
+    L = cholesky(inducing.Kuu(kernel), jitter)
+    m = jnp.broadcast_to(found.mean, (*q.batch_shape, M))
+    a = solve_lower_transposed(L, m[..., None])[..., 0]
+    return ProcessPosterior(
+        inducing=inducing, L=L, a=a, R=found.posterior_root, W_sqrt=None, batch_shape=q.batch_shape, **shared
+    )
+
+
+def _dense(sites: DatumSites, batch_shape: tuple[int, ...], shared: dict[str, Any]) -> ProcessPosterior:
+    inducing = InducingPoints(sites.fixed_X)
+    K = inducing.Kuu(shared["kernel"])
+    W_sqrt = jnp.sqrt(sites.Lambda2)
+    L = cholesky(jnp.eye(K.shape[-1], dtype=K.dtype) + W_sqrt[..., :, None] * K * W_sqrt[..., None, :])
+    half = solve_lower(L, (W_sqrt * matvec(K, sites.lambda1))[..., None])
+    # α = λ₁ − W½B⁻¹W½Kλ₁, the weights of `dual_dense`.
+    a = sites.lambda1 - W_sqrt * solve_lower_transposed(L, half)[..., 0]
+    return ProcessPosterior(inducing=inducing, L=L, a=a, R=None, W_sqrt=W_sqrt, batch_shape=batch_shape, **shared)
+
+
+def process_posterior(
+    guide: Guide, rng_key: Array, params: Mapping[str, Any], *args: Any, **kwargs: Any
+) -> dict[str, ProcessPosterior]:
+    """The posterior of each GP site, factorised once, to be evaluated at many batches of inputs.
+
+    Args:
+        guide: a sparse guide.
+        rng_key: draws the hyperparameters, where the base guide is random.
+        params: fitted parameters.
+        args: arguments of the model; the rows in them do not matter.
+        kwargs: keyword arguments of the model.
+
+    Returns:
+        By site name: `.posterior(X_new)`, given one draw of the hyperparameters.
+
+    Raises:
+        TypeError: a posterior family without inducing variables.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
+        >>> import numpyro_sgp as sgp
+        >>> from numpyro_sgp.predict import process_posterior
+        >>> def model(X, y=None):
+        ...     f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.Matern52(1.0), X))
+        ...     numpyro.sample("y", dist.Normal(f, 0.1), obs=y)
+        >>> X = jnp.linspace(0.0, 1.0, 5)[:, None]
+        >>> guide = sgp.AutoSVGP(model, X[::2])
+        >>> svi = numpyro.infer.SVI(model, guide, optax.adam(0.1), sgp.QuadratureELBO())
+        >>> params = svi.run(jax.random.key(0), 3, X, X[:, 0], progress_bar=False).params
+        >>> f = process_posterior(guide, jax.random.key(1), params, X)["f"]
+        >>> f.posterior(X[:3]).mean.shape, f.posterior(X[:2]).variance.shape
+        ((3,), (2,))
+    """
+    posteriors = guide.posterior(rng_key, params, *args, **kwargs)
+    return {site: process_of(guide, params, site, q) for site, q in posteriors.items()}
+
+
+# Draws of the prior. A kernel is expanded into a sum of terms, a term is a product of factors, and a factor is either
+# spectral, k(x, z) = σ² E cos(ωᵀ(x − z)), or of finite rank, k(x, z) = φ(x)ᵀφ(z). Products of spectral factors add
+# their phases, since frequencies are symmetric: E cos(p + q) = E cos p · E cos q for independent p and q.
+
+
+class _Factor(NamedTuple):
+    """An elementary kernel and the map from the GP's inputs to its own."""
+
+    kernel: Any
+    inputs: Callable[[Array], Array]
+
+
+class _TermDraw(NamedTuple):
+    """Random numbers of one term: frequencies of each spectral factor, (..., F, D), and weights, (..., 2F or 1, r)."""
+
+    frequencies: tuple[Array, ...]
+    weights: Array
+
+
+# 2ν of each Matérn kernel, the degrees of freedom of its spectral density.
+_MATERN_DEGREES = {Matern12: 1.0, Matern32: 3.0, Matern52: 5.0}
+_FINITE = (Constant, Linear, Polynomial)
+_SPECTRAL = (SquaredExponential, Periodic, RationalQuadratic, *_MATERN_DEGREES)
+
+
+def _terms(kernel: Any, inputs: Callable[[Array], Array] = lambda X: X) -> Iterator[tuple[_Factor, ...]]:
+    if isinstance(kernel, Sum):
+        yield from _terms(kernel.left, inputs)
+        yield from _terms(kernel.right, inputs)
+    elif isinstance(kernel, Product):
+        for left, right in itertools.product(_terms(kernel.left, inputs), _terms(kernel.right, inputs)):
+            yield (*left, *right)
+    elif isinstance(kernel, Warp):
+        yield from _terms(kernel.kernel, lambda X: kernel._features(inputs(X)))
+    elif isinstance(kernel, Select):
+        yield from _terms(kernel.kernel, lambda X: kernel._columns(inputs(X)))
+    elif isinstance(kernel, (*_SPECTRAL, *_FINITE)):
+        yield (_Factor(kernel, inputs),)
+    else:
+        known = ", ".join(sorted(k.__name__ for k in (*_SPECTRAL, *_FINITE, Sum, Product, Warp, Select)))
+        msg = (
+            f"Functions drawn from a GP with kernel {type(kernel).__name__} need its spectral density or a finite "
+            f"rank, which are known for {known}. Use one of them, or draw values at the inputs you need with "
+            "`guide.posterior(rng_key, params, ...)[site].sample(key)`."
+        )
+        raise TypeError(msg)
+
+
+def _column(value: ArrayLike, axes: int) -> Array:
+    value = jnp.asarray(value)
+    return value.reshape(value.shape + (1,) * axes) if value.ndim else value
+
+
+def _spectral_inputs(factor: _Factor, X: Array) -> Array:
+    """The inputs in which the factor is a function of differences with lengthscale one, (..., N, D)."""
+    kernel, X = factor.kernel, factor.inputs(X)
+    lengthscale = jnp.expand_dims(jnp.asarray(kernel.lengthscale), -2) if jnp.ndim(kernel.lengthscale) else None
+    scale = kernel.lengthscale if lengthscale is None else lengthscale
+    if isinstance(kernel, Stationary):
+        return X / scale
+    period = jnp.expand_dims(jnp.asarray(kernel.period), -2) if jnp.ndim(kernel.period) else kernel.period
+    theta = 2.0 * math.pi * X / period
+    return jnp.concatenate([jnp.cos(theta) / scale, jnp.sin(theta) / scale], axis=-1)
+
+
+def _frequencies(factor: _Factor, rng_key: Array, num: int, X: Array, batch_shape: tuple[int, ...]) -> Array:
+    """Draws from the spectral density at lengthscale one, (*batch_shape, num, D)."""
+    kernel = factor.kernel
+    key_normal, key_scale = jax.random.split(rng_key)
+    D = jax.eval_shape(lambda X: _spectral_inputs(factor, X), X).shape[-1]
+    normal = jax.random.normal(key_normal, (*batch_shape, num, D), X.dtype)
+    shape = (*batch_shape, num)
+    if isinstance(kernel, RationalQuadratic):
+        # (1 + r²/2α)^(−α) = E exp(−τr²/2) with τ ~ Gamma(α, rate α): a scale mixture of squared exponentials.
+        alpha = jnp.broadcast_to(_column(kernel.alpha, 1), shape).astype(X.dtype)
+        return normal * jnp.sqrt(jax.random.gamma(key_scale, alpha) / alpha)[..., None]
+    degrees = _MATERN_DEGREES.get(type(kernel))
+    if degrees is None:
+        return normal
+    # The spectral density of a Matérn kernel is a multivariate Student-t with 2ν degrees of freedom.
+    chi2 = 2.0 * jax.random.gamma(key_scale, 0.5 * degrees, shape, X.dtype)
+    return normal * jnp.sqrt(degrees / chi2)[..., None]
+
+
+def _finite_features(factor: _Factor, X: Array) -> Array:
+    """φ(X) with k = φφᵀ, (..., N, r)."""
+    kernel, X = factor.kernel, factor.inputs(X)
+    if isinstance(kernel, Constant):
+        return jnp.sqrt(kernel(X))[..., None]
+    scale = jnp.sqrt(jnp.asarray(kernel.variance))
+    linear = X * (jnp.expand_dims(scale, -2) if scale.ndim else scale)
+    if isinstance(kernel, Linear):
+        return linear
+    offset = jnp.sqrt(jnp.asarray(kernel.offset))
+    ones = jnp.ones((*linear.shape[:-1], 1), linear.dtype) * _column(offset, 2)
+    batch = jnp.broadcast_shapes(linear.shape[:-1], ones.shape[:-1])
+    columns = jnp.concatenate([jnp.broadcast_to(x, (*batch, x.shape[-1])) for x in (linear, ones)], axis=-1)
+    features = []
+    for index in itertools.combinations_with_replacement(range(columns.shape[-1]), kernel.degree):
+        # The multinomial theorem: (Σ_d c_d)^p = Σ p! / Π_d n_d! · Π_d c_d^n_d.
+        count = math.factorial(kernel.degree) / math.prod(math.factorial(index.count(d)) for d in set(index))
+        features.append(math.sqrt(count) * jnp.prod(columns[..., list(index)], axis=-1))
+    return jnp.stack(features, axis=-1)
+
+
+def _split(term: tuple[_Factor, ...]) -> tuple[list[_Factor], list[_Factor]]:
+    spectral = [factor for factor in term if isinstance(factor.kernel, _SPECTRAL)]
+    return spectral, [factor for factor in term if not isinstance(factor.kernel, _SPECTRAL)]
+
+
+def _term_features(finite: list[_Factor], X: Array) -> Array:
+    """Products of the finite-rank factors' features, (..., N, r), of rank one where there are none."""
+    product = jnp.ones((X.shape[-2], 1), X.dtype)
+    for factor in finite:
+        features = _finite_features(factor, X)
+        product = product[..., :, None] * features[..., None, :]
+        product = product.reshape(*product.shape[:-2], -1)
+    return product
+
+
+def _draw_prior(
+    kernel: Callable, rng_key: Array, num_features: int, X: Array, batch_shape: tuple[int, ...]
+) -> tuple[_TermDraw, ...]:
+    draws = []
+    for number, term in enumerate(_terms(kernel)):
+        key_weights, *keys = jax.random.split(jax.random.fold_in(rng_key, number), 1 + len(term))
+        spectral, finite = _split(term)
+        rank = jax.eval_shape(lambda X, finite=finite: _term_features(finite, X), X).shape[-1]
+        num = max(num_features // 2, 1)
+        frequencies = tuple(
+            _frequencies(factor, key, num, X, batch_shape) for factor, key in zip(spectral, keys, strict=False)
+        )
+        rows = 2 * num if spectral else 1
+        weights = jax.random.normal(key_weights, (*batch_shape, rows, rank), X.dtype)
+        draws.append(_TermDraw(frequencies, weights))
+    return tuple(draws)
+
+
+def _prior_at(kernel: Callable, draw: tuple[_TermDraw, ...], X: Array) -> Array:
+    """g(X) for one draw of the prior, without its mean, (..., N)."""
+    total = 0.0
+    for term, (frequencies, weights) in zip(_terms(kernel), draw, strict=True):
+        spectral, finite = _split(term)
+        features = _term_features(finite, X)
+        if not spectral:
+            total = total + jnp.sum(features * weights, axis=-1)
+            continue
+        phase, amplitude = 0.0, 1.0
+        for factor, omega in zip(spectral, frequencies, strict=True):
+            phase = phase + matmul(_spectral_inputs(factor, X), jnp.swapaxes(omega, -1, -2))
+            amplitude = amplitude * jnp.sqrt(_column(factor.kernel.variance, 1))
+        # A cosine and a sine of each phase: their squares sum to one, so the variance is exact for each draw.
+        waves = jnp.concatenate([jnp.cos(phase), jnp.sin(phase)], axis=-1)
+        value = jnp.sum(features * matmul(waves, weights), axis=-1)
+        total = total + amplitude * math.sqrt(2.0 / waves.shape[-1]) * value
+    return jnp.asarray(total)
+
+
+# Draws of the posterior.
+
+
+class _Draw(NamedTuple):
+    """One function: hyperparameters, a prior draw, and the weights of its correction, (..., M)."""
+
+    kernel: Any
+    mean_function: Any
+    prior: tuple[_TermDraw, ...]
+    w: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FunctionDraws:
+    """Functions drawn from a posterior process: the same functions at every call, so also across calls.
+
+    A pytree that can be an argument of `jit`, differentiated in its inputs, and pickled. Evaluation costs
+    O(N_new (F + M)) a draw, F features and M inducing variables, and factorises nothing.
+
+    Attributes:
+        inducing: the inducing variables.
+        draws: what belongs to each draw, with a leading axis.
+        batch_shape: one latent for each entry.
+    """
+
+    inducing: AbstractInducing
+    draws: Any
+    batch_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_samples(self) -> int:
+        """How many functions there are."""
+        return self.draws.w.shape[0]
+
+    def __call__(self, X_new: ArrayLike) -> Array:
+        """Values of all functions, (num_samples, ..., N_new).
+
+        Args:
+            X_new: inputs of the GP site itself, (N_new, D).
+
+        Raises:
+            ValueError: inputs that are not (N_new, D).
+        """
+        return _evaluate(self, jnp.asarray(X_new))
+
+
+def _values(functions: FunctionDraws, X_new: Array) -> Array:
+    inducing, batch_shape = functions.inducing, functions.batch_shape
+
+    def at(draw: _Draw) -> Array:
+        prior = GaussianProcess(draw.kernel, X_new, draw.mean_function)
+        check_width(inducing, prior.X)
+        correction = matvec_transposed(inducing.Kuf(draw.kernel, prior.X), draw.w)
+        value = prior.prior_mean + _prior_at(draw.kernel, draw.prior, prior.X) + correction
+        return jnp.broadcast_to(value, (*batch_shape, prior.X.shape[-2]))
+
+    return jax.lax.map(at, functions.draws)
+
+
+_evaluate = jax.jit(_values)
+
+
+def _function_draw(process: ProcessPosterior, rng_key: Array, num_features: int, X: Array) -> _Draw:
+    inducing, L, R, W_sqrt = process.inducing, process.L, process.R, process.W_sqrt
+    if not isinstance(inducing, InducingPoints | BoundedInducingPoints):
+        msg = (
+            f"Functions are drawn given function values at inducing inputs, got {type(inducing).__name__}. "
+            "Use `InducingPoints`, or draw values with `guide.posterior(...)[site].sample(key)`."
+        )
+        raise TypeError(msg)
+    key_prior, key_noise, key_v = jax.random.split(rng_key, 3)
+    shape = (*process.batch_shape, inducing.num_inducing)
+    prior = _draw_prior(process.kernel, key_prior, num_features, X, process.batch_shape)
+    g = _prior_at(process.kernel, prior, inducing.Z)
+    noise = jax.random.normal(key_noise, shape, g.dtype)
+    if W_sqrt is None:
+        scale = process.jitter * jnp.mean(diagonal(inducing.Kuu(process.kernel)), axis=-1)
+        v_prior = solve_lower(L, (g + jnp.sqrt(scale)[..., None] * noise)[..., None])
+        epsilon = jax.random.normal(key_v, shape, g.dtype)
+        # a carries the mean of v.
+        v = matvec_transposed(cast(Array, R), epsilon)[..., None]
+        return _Draw(
+            process.kernel, process.mean_function, prior, process.a + solve_lower_transposed(L, v - v_prior)[..., 0]
+        )
+    v_prior = solve_lower(L, (W_sqrt * g + noise)[..., None])
+    w = process.a - W_sqrt * solve_lower_transposed(L, v_prior)[..., 0]
+    return _Draw(process.kernel, process.mean_function, prior, w)
+
+
+def sample_functions(
+    guide: Guide,
+    rng_key: Array,
+    params: Mapping[str, Any],
+    *args: Any,
+    num_samples: int,
+    num_features: int = 1024,
+    **kwargs: Any,
+) -> dict[str, FunctionDraws]:
+    """Functions drawn from the posterior of each GP site, consistent across calls.
+
+    Each function has its own draw of the hyperparameters from the base guide, its own draw of u, and its own random
+    features of the prior: mean and covariance over draws are those of the posterior, while the shape of a single
+    function far from the data is that of `num_features` random waves. Kernels: the stationary ones, `Periodic`,
+    `Constant`, `Linear`, `Polynomial`, their sums and products, and `Warp` and `Select` of them.
+
+    Args:
+        guide: a sparse guide.
+        rng_key: a key.
+        params: fitted parameters.
+        args: arguments of the model; the rows in them do not matter.
+        num_samples: S, the number of functions.
+        num_features: random Fourier features of each term of the kernel; more make single functions closer to a GP.
+        kwargs: keyword arguments of the model.
+
+    Returns:
+        By site name f with `f(X_new)` of shape (S, ..., N_new), X_new inputs of that site, (N_new, D). Entry s of all
+        sites has the same hyperparameters.
+
+    Raises:
+        TypeError: a kernel without a known spectral density; a posterior family without inducing variables.
+        ValueError: a prior mean given as an array; a kernel or mean that closes over values of the model's run.
+
+    References:
+        Wilson et al. (2020), "Efficiently sampling functions from Gaussian process posteriors", equations 12 and 13.
+    """
+    for name, value in (("num_samples", num_samples), ("num_features", num_features)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            msg = f"`{name}` must be a positive integer, got {value!r}."
+            raise ValueError(msg)
+
+    def processes(key: Array) -> dict[str, tuple[ProcessPosterior, Array]]:
+        posteriors = guide.posterior(key, params, *args, **kwargs)
+        for q in posteriors.values():
+            list(_terms(q.prior.kernel))  # an unknown kernel raises here
+        return {site: (process_of(guide, params, site, q), q.prior.X) for site, q in posteriors.items()}
+
+    def draw(key: Array) -> dict[str, _Draw]:
+        key_process, key_draw = jax.random.split(key)
+        return {
+            site: _function_draw(process, jax.random.fold_in(key_draw, number), num_features, X)
+            for number, (site, (process, X)) in enumerate(processes(key_process).items())
+        }
+
+    like = jax.eval_shape(processes, rng_key)
+    for site, (process, _) in like.items():
+        if process.mean_function is None:
+            msg = (
+                f"The GP site {site!r} has a prior mean given as an array of values at the model's inputs, which say "
+                "nothing about other inputs. Give `mean` to `GaussianProcess` as a scalar or as a function of X."
+            )
+            raise ValueError(msg)
+    draws = jax.lax.map(draw, jax.random.split(rng_key, num_samples))
+    result = {}
+    for site, (process, X) in like.items():
+        inducing = params.get(f"{site}_{guide.prefix}_inducing")
+        if inducing is None:
+            inducing = InducingPoints(params[f"{site}_{guide.prefix}_sites"].X)
+        result[site] = FunctionDraws(inducing, draws[site], process.batch_shape)
+        _check_evaluation(site, result[site], X)
+    return result
+
+
+def _check_evaluation(site: str, functions: FunctionDraws, X: Any) -> None:
+    try:
+        closed_over = jax.make_jaxpr(_values)(functions, jax.ShapeDtypeStruct((1, X.shape[-1]), X.dtype)).consts
+        # Tracing takes whatever a function closes over; only using it tells whether its own trace is over.
+        jax.tree.map(lambda value: value + 0 if isinstance(value, Tracer) else value, closed_over)
+    except jax.errors.UnexpectedTracerError as error:
+        msg = (
+            f"The kernel or the prior mean of the GP site {site!r} is a function that closes over values of the "
+            "model's run (a sampled weight, say), which are gone when the run is over. Show them to JAX: "
+            "`jax.tree_util.Partial(fn, weights)` in the place of `lambda X: fn(weights, X)`."
+        )
+        raise ValueError(msg) from error
