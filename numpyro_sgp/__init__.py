@@ -7,8 +7,18 @@ from importlib.metadata import PackageNotFoundError, version
 
 from numpyro_sgp import kernels as kernels
 from numpyro_sgp.autoguide import AutoSparseGP
+from numpyro_sgp.diagnostics import to_arviz
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
 from numpyro_sgp.elbo import QuadratureELBO
+from numpyro_sgp.fitting import (
+    AbstractCallback,
+    Checkpoint,
+    EarlyStopping,
+    FitProgress,
+    fit,
+    load_checkpoint,
+    save_checkpoint,
+)
 from numpyro_sgp.inducing import (
     BoundedInducingPoints,
     InducingPoints,
@@ -19,6 +29,7 @@ from numpyro_sgp.inducing import (
     trace_error,
 )
 from numpyro_sgp.optim import NaturalGradient, num_refused
+from numpyro_sgp.predict import FunctionDraws, ProcessPosterior, process_posterior
 from numpyro_sgp.regression import RegressionPosterior, SparseGPRegression
 from numpyro_sgp.reparam import InducingReparam
 from numpyro_sgp.svgp import AutoSVGP, NaturalWhitened, Unwhitened, Whitened
@@ -30,27 +41,38 @@ except PackageNotFoundError:  # run from a source tree that was not installed
     __version__ = "0.0.0"
 
 __all__ = [
+    "AbstractCallback",
     "AutoSVGP",
     "AutoSparseGP",
     "AutoTSVGP",
     "BoundedInducingPoints",
+    "Checkpoint",
     "Dual",
+    "EarlyStopping",
+    "FitProgress",
+    "FunctionDraws",
     "GaussianProcess",
     "InducingPoints",
     "InducingReparam",
     "NaturalGradient",
     "NaturalWhitened",
+    "ProcessPosterior",
     "QuadratureELBO",
     "RegressionPosterior",
     "SparseGPRegression",
     "SparsePosterior",
     "Unwhitened",
     "Whitened",
+    "fit",
     "greedy_variance",
     "kernels",
     "kmeans",
+    "load_checkpoint",
     "num_refused",
+    "process_posterior",
+    "save_checkpoint",
     "subset",
     "suggest_num_inducing",
+    "to_arviz",
     "trace_error",
 ]

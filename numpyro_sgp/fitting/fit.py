@@ -1,0 +1,307 @@
+"""`fit`: minibatches from host memory or disk, many steps in each dispatch, resumed exactly after a fault."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+import contextlib
+import functools
+import os
+import time
+from typing import Any, cast
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+from numpyro.infer import SVI
+from numpyro.infer.svi import SVIRunResult
+
+from numpyro_sgp.fitting.batches import Batches, checked_batch_size, checked_rows, positive
+from numpyro_sgp.fitting.callbacks import AbstractCallback, FitProgress, as_callbacks
+from numpyro_sgp.fitting.checkpoint import Checkpoint, read_checkpoint
+from numpyro_sgp.fitting.program import Arguments, Program, initial_state
+
+__all__ = ["fit"]
+
+# A dispatch costs about a tenth of a millisecond; a progress bar moves ten times in a second.
+_DISPATCH_SECONDS = 0.1
+
+
+def fit(
+    svi: SVI,
+    rng_key: Array,
+    data: Any,
+    *,
+    batch_size: int,
+    num_steps: int | None = None,
+    num_epochs: int | None = None,
+    init_state: Any = None,
+    progress_bar: bool = True,
+    callback: Callable[[FitProgress], bool | None] | Sequence[Callable[[FitProgress], bool | None]] | None = None,
+    checkpoint: str | os.PathLike | Checkpoint | None = None,
+    stable_update: bool = False,
+) -> SVIRunResult:
+    """Train on minibatches: `SVI.run` for data that stay on the host, in memory or in files.
+
+    Each epoch visits N // batch_size batches without replacement, in a fresh random order; the rows that are left over
+    where batch_size does not divide N are others in each epoch. With batch_size = N every step takes all rows in their
+    order, and the result is that of `SVI.run`. The model's plate scales a batch to all rows, by its `num_data`.
+
+    Args:
+        svi: model, guide, optimizer and loss; schedules of step sizes belong to the optimizer.
+        rng_key: a key, for `svi.init` and the order of the rows.
+        data: a pytree of arrays with N rows each, `numpy.ndarray` or `numpy.memmap`; a memmap is read batch by batch.
+            A tuple or list gives the model a positional argument for each entry (None where that is the entry),
+            anything else is one argument. A model that has an argument `num_data` gets N there, as a Python integer.
+        batch_size: rows of a batch, B.
+        num_steps: number of steps; those before a checkpoint that is resumed count.
+        num_epochs: in its place, number of epochs.
+        init_state: an `SVIState` to start from, such as `result.state` of an earlier run; it is copied.
+        progress_bar: whether to show progress, time left, average loss and, for `NaturalGradient`, refused steps.
+        callback: called between steps with a `FitProgress`; True stops the run. A function is called about a hundred
+            times in a run, an `AbstractCallback` such as `EarlyStopping` at multiples of its `every`; or a list.
+        checkpoint: a folder, or a `Checkpoint`. If it holds a checkpoint of this run, that is resumed and the result is
+            that of a run without interruption, bit for bit on the same machine and versions; if not, the run starts
+            anew (from `init_state` where that is given). A run that a callback stopped goes on only without callbacks.
+        stable_update: as in `SVI.run`: leave out steps whose loss or gradient is not finite, for any optimizer.
+
+    Returns:
+        Constrained parameters, last state, and the loss of every step, (num_steps,) or fewer where a callback stopped.
+
+    Raises:
+        ValueError: the entries of `data` have different numbers of rows, or none; `batch_size` is not in 1 … N; both
+            or none of `num_steps` and `num_epochs`; a checkpoint that cannot be read or is of another run.
+        TypeError: `data` has entries that are not arrays; the model cannot take the arguments; `fit` is traced.
+
+    Example:
+        >>> import jax, numpy as np, numpyro, numpyro.distributions as dist, optax, numpyro_sgp as sgp
+        >>> from numpyro.infer import SVI
+        >>> def model(X, y=None, num_data=None):
+        ...     f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.Matern32(0.5), X))
+        ...     with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(f, 0.1), obs=y)
+        >>> X = np.linspace(0.0, 1.0, 1000)[:, None]
+        >>> svi = SVI(model, sgp.AutoSVGP(model, X[::100]), optax.adam(1e-2), sgp.QuadratureELBO())
+        >>> data = (X, np.sin(6.0 * X[:, 0]))
+        >>> result = sgp.fit(svi, jax.random.key(0), data, batch_size=50, num_epochs=2, progress_bar=False)
+        >>> result.losses.shape
+        (40,)
+    """
+    rows = checked_rows((rng_key, init_state), data)
+    batch_size = checked_batch_size(batch_size, rows)
+    num_steps = _checked_num_steps(num_steps, num_epochs, rows // batch_size)
+    arguments = Arguments.of(svi, data, rows)
+    batches = Batches.of(rng_key, data, rows, batch_size)
+    callbacks = as_callbacks(callback, num_steps)
+    files = checkpoint if isinstance(checkpoint, Checkpoint) or checkpoint is None else Checkpoint(checkpoint)
+
+    run = _Run(
+        {
+            "batch_size": np.asarray(batch_size),
+            "num_data": np.asarray(rows),
+            "rng_key": batches.order,
+            "stopped": np.asarray(False),
+        },
+        callbacks,
+        files,
+        initial_state(svi, rng_key, init_state, arguments, batches),
+    )
+    program = Program(svi, arguments, run.state, batches, stable_update)
+    run.begin(program.loss_dtype, num_steps)
+    with _progress(progress_bar, run, num_steps, program.counts_refused) as show:
+        _steps(program, batches, run, num_steps, show)
+    losses = jnp.asarray(run.losses[: run.step])
+    return SVIRunResult(svi.get_params(run.state), run.state, losses)
+
+
+def _checked_num_steps(num_steps: int | None, num_epochs: int | None, steps_per_epoch: int) -> int:
+    if (num_steps is None) == (num_epochs is None):
+        got = "neither" if num_steps is None else f"both num_steps={num_steps} and num_epochs={num_epochs}"
+        msg = f"`fit` needs either `num_steps` or `num_epochs`, got {got}. An epoch has {steps_per_epoch} steps here."
+        raise ValueError(msg)
+    if num_steps is not None:
+        return positive("num_steps", num_steps, "Or give `num_epochs`.")
+    return positive("num_epochs", num_epochs, "Or give `num_steps`.") * steps_per_epoch
+
+
+@jax.jit
+def _copied(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
+
+
+class _Run:
+    """What changes during a run, and what a checkpoint holds."""
+
+    def __init__(
+        self,
+        identity: dict[str, np.ndarray],
+        callbacks: list[AbstractCallback],
+        files: Checkpoint | None,
+        state: Any,
+    ) -> None:
+        self.identity = identity
+        self.callbacks = callbacks
+        self.files = files
+        self.state = state
+        self.step = 0
+        self.saved_step = -1
+        self.losses = np.empty(0)
+        self.refused = 0
+
+    def begin(self, loss_dtype: np.dtype, num_steps: int) -> None:
+        """Restore the newest checkpoint where there is one."""
+        self.losses = np.empty(num_steps, loss_dtype)
+        newest = list(self.files.files().values())[-1:] if self.files else []
+        if newest:
+            self._resume(newest[0], num_steps)
+            return
+        for callback in self.callbacks:
+            callback.begin(None)
+
+    def _resume(self, path: os.PathLike, num_steps: int) -> None:
+        stored = read_checkpoint(path)
+        run = stored.restored(self.identity, "/run")
+        for name, value in self.identity.items():
+            if name != "stopped" and not np.array_equal(run[name], value):
+                values = "another `rng_key`" if name == "rng_key" else f"`{name}` {run[name]}, this run has {value}"
+                msg = (
+                    f"The checkpoint {os.fspath(path)!r} was written by a run with {values}. Continue with the same, "
+                    "or give another folder to start anew."
+                )
+                raise ValueError(msg)
+        losses = stored.arrays["/losses"]
+        if len(losses) > num_steps:
+            msg = (
+                f"The checkpoint {os.fspath(path)!r} is at step {len(losses)}, beyond the {num_steps} asked for. Ask "
+                "for at least as many, or give another folder to start anew."
+            )
+            raise ValueError(msg)
+        self.state = stored.restored(self.state, "/state")
+        self.losses[: len(losses)] = losses
+        self.step = self.saved_step = len(losses)
+        # Without a callback there is nothing that could want the run stopped.
+        self.identity["stopped"] = np.asarray(bool(run["stopped"]) and bool(self.callbacks))
+        for index, callback in enumerate(self.callbacks):
+            root = f"/callbacks/{index}/{type(callback).__name__}/"
+            saved = {name.removeprefix(root): value for name, value in stored.arrays.items() if name.startswith(root)}
+            callback.begin(saved or None)
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.identity["stopped"])
+
+    def next_stop(self, num_steps: int) -> int:
+        """The next step at which something other than a step is to be done."""
+        periods = [callback.every for callback in self.callbacks] + ([self.files.every] if self.files else [])
+        return min([num_steps, *((self.step // every + 1) * every for every in periods)])
+
+    def between_steps(self, num_steps: int, params: Callable[[Any], Any], evaluate: Callable) -> None:
+        """Call the callbacks that are due, then write the checkpoint if it is."""
+        due = [callback for callback in self.callbacks if self.step % callback.every == 0]
+        for callback in due:
+            state = _copied(self.state)  # the run's own is donated to its next dispatch
+            stop = callback(
+                FitProgress(
+                    self.step,
+                    num_steps,
+                    self.losses[self.step - callback.every : self.step].copy(),
+                    state,
+                    functools.partial(params, state),
+                    functools.partial(evaluate, state),
+                )
+            )
+            if stop:
+                self.identity["stopped"] = np.asarray(True)
+        if self.files and (self.step % self.files.every == 0 or self.stopped or self.step == num_steps):
+            self.files.save(self.step, self._contents())
+
+    def _contents(self) -> dict[str, Any]:
+        callbacks = [{type(callback).__name__: callback.state()} for callback in self.callbacks]
+        return {
+            "state": self.state,
+            "losses": self.losses[: self.step],
+            "run": self.identity,
+            "callbacks": callbacks,
+        }
+
+
+class _Pace:
+    """How many steps to dispatch at once: one at first, then as many as take a tenth of a second."""
+
+    def __init__(self) -> None:
+        self.steps = 1
+        self._last: float | None = None  # the first dispatch compiles, and is not measured
+
+    def finished(self, steps: int) -> None:
+        now = time.perf_counter()
+        if self._last is not None:
+            # At most doubled: one measurement may be wrong.
+            seconds = max(now - self._last, 1e-9)
+            self.steps = max(1, min(2 * self.steps, int(steps * _DISPATCH_SECONDS / seconds)))
+        self._last = now
+
+
+def _steps(program: Program, batches: Batches, run: _Run, num_steps: int, show: Callable[[int], None]) -> None:
+    """All steps of a run, with the next chunk of batches gathered while the device computes."""
+    pace = _Pace()
+    in_flight: list[tuple[int, int, Array, Array]] = []  # at most two dispatches: first step, number, losses, refused
+
+    def receive(leave: int) -> None:
+        while len(in_flight) > leave:
+            first, number, losses, refused = in_flight.pop(0)
+            run.losses[first : first + number] = np.asarray(losses)[:number]
+            run.refused = int(refused)
+            pace.finished(number)
+            show(number)
+
+    with ThreadPoolExecutor(1, "numpyro_sgp.fit") as thread:
+
+        def gather(first: int) -> Any:
+            count = min(program.length, num_steps - first)
+            return thread.submit(batches.chunk, first, count, program.length) if count > 0 else None
+
+        begin, end, chunk = run.step, run.step, None
+        following = None if run.stopped else gather(run.step)
+        while run.step < num_steps and not run.stopped:
+            if run.step == end:
+                begin = run.step
+                chunk = jax.device_put(cast(Any, following).result(), may_alias=True)
+                end = num_steps if batches.full else min(begin + program.length, num_steps)
+                following = None if batches.full else gather(end)
+            number = min(pace.steps, program.length, end - run.step, run.next_stop(num_steps) - run.step)
+            at = run.step - begin
+            run.state, losses, refused = program.steps(run.state, chunk, np.int32(at), np.int32(at + number))
+            in_flight.append((run.step, number, losses, refused))
+            pause = run.next_stop(num_steps)
+            run.step += number
+            receive(leave=0 if run.step == pause else 1)
+            if run.step == pause:
+                run.between_steps(num_steps, program.svi.get_params, program.evaluate)
+
+
+@contextlib.contextmanager
+def _progress(wanted: bool, run: _Run, num_steps: int, counts_refused: bool) -> Iterator[Callable[[int], None]]:
+    """A function that is told of steps done."""
+    if not wanted:
+        yield lambda _: None
+        return
+    import tqdm  # as NumPyro does; it is one of NumPyro's dependencies
+
+    window = max(1, num_steps // 20)
+    done = run.step
+    with tqdm.tqdm(total=num_steps, initial=run.step) as bar:
+
+        def show(number: int) -> None:
+            nonlocal done
+            done += number
+            recent = run.losses[max(0, done - window) : done]
+            finite = recent[np.isfinite(recent)]
+            average = finite.mean() if len(finite) else np.nan
+            text = f"avg. loss [{done - len(recent) + 1}-{done}]: {average:.4f}"
+            if len(finite) < len(recent):
+                text += f", not finite: {len(recent) - len(finite)}"
+            if counts_refused:
+                text += f", refused: {run.refused}"
+            bar.set_postfix_str(text, refresh=False)
+            bar.update(number)
+
+        yield show
