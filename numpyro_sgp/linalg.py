@@ -5,6 +5,7 @@ All products ask for the highest precision, because float32 products on GPUs are
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 from jax import Array, lax
@@ -12,16 +13,27 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 __all__ = [
+    "Root",
     "cholesky",
+    "congruence_of_upper",
     "default_jitter",
     "diagonal",
+    "gram_of_lower",
+    "half_congruence",
+    "half_congruence_of_transposed",
+    "halved",
     "log_determinant",
     "matmul",
     "matvec",
     "matvec_transposed",
+    "mirrored",
+    "root_of",
     "solve_lower",
     "solve_lower_transposed",
+    "symmetric_square",
+    "transposed",
     "triangular_inverse",
+    "with_jitter",
 ]
 
 matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
@@ -41,6 +53,12 @@ def diagonal(K: Array) -> Array:
     return jnp.diagonal(K, axis1=-2, axis2=-1)
 
 
+def with_jitter(K: Array, jitter: ArrayLike) -> Array:
+    """K + jitter · mean(diag K) · I for symmetric K, (..., M, M)."""
+    shift = jitter * jnp.mean(diagonal(K), axis=-1)
+    return K + shift[..., None, None] * jnp.eye(K.shape[-1], dtype=K.dtype)
+
+
 def cholesky(K: Array, jitter: ArrayLike = 0.0) -> Array:
     """Lower L with L Lᵀ = K + jitter · mean(diag K) · I.
 
@@ -51,9 +69,7 @@ def cholesky(K: Array, jitter: ArrayLike = 0.0) -> Array:
     Returns:
         (..., M, M); NaN where the factorisation fails.
     """
-    shift = jitter * jnp.mean(diagonal(K), axis=-1)
-    identity = jnp.eye(K.shape[-1], dtype=K.dtype)
-    return lax.linalg.cholesky(K + shift[..., None, None] * identity, symmetrize_input=False)
+    return lax.linalg.cholesky(with_jitter(K, jitter), symmetrize_input=False)
 
 
 def _solve(L: Array, B: Array, transpose: bool) -> Array:
@@ -115,3 +131,176 @@ def triangular_inverse(L: Array, block: int = 64) -> Array:
     return jnp.concatenate(
         [jnp.concatenate([A_inverse, upper], axis=-1), jnp.concatenate([lower, D_inverse], axis=-1)], axis=-2
     )
+
+
+def transposed(X: Array) -> Array:
+    """Xᵀ as an array of its own, (..., N, M) of (..., M, N).
+
+    XLA would otherwise fold the transpose into a product, and on a CPU products with a transposed left factor take 1.6
+    times as long.
+    """
+    return lax.optimization_barrier(jnp.swapaxes(X, -1, -2))
+
+
+def halved(G: Array) -> Array:
+    """Φ(G): the lower triangle with its diagonal halved, so that G = Φ(G) + Φ(G)ᵀ for symmetric G, (..., M, M)."""
+    M = G.shape[-1]
+    weights = jnp.tril(jnp.ones((M, M), G.dtype)) - 0.5 * jnp.eye(M, dtype=G.dtype)
+    # A choice, not a product: above the diagonal NaN stays out, as it does in a factorisation.
+    return jnp.where(weights > 0.0, weights * G, 0.0)
+
+
+def mirrored(F: Array) -> Array:
+    """F + Fᵀ, (..., M, M)."""
+    return F + jnp.swapaxes(F, -1, -2)
+
+
+# Below this size the two halves of a triangular matrix are not worth their own products.
+_SPLIT = 256
+
+
+def _split(M: int) -> int:
+    return 64 * -(-(M // 2) // 64)
+
+
+def _assemble(upper_left: Array, lower_left: Array, lower_right: Array) -> Array:
+    """[[upper_left, 0], [lower_left, lower_right]] of blocks whose batch axes broadcast."""
+    batch = jnp.broadcast_shapes(*(x.shape[:-2] for x in (upper_left, lower_left, lower_right)))
+    zeros = jnp.zeros((*batch, upper_left.shape[-2], lower_right.shape[-1]), lower_left.dtype)
+    blocks = (upper_left, zeros, lower_left, lower_right)
+    blocks = [jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in blocks]
+    return jnp.concatenate([jnp.concatenate(blocks[:2], axis=-1), jnp.concatenate(blocks[2:], axis=-1)], axis=-2)
+
+
+def _half_congruence(A: Array, C: Array, D: Array, W: Array) -> Array:
+    """Φ(X W Xᵀ) for X = [[A, 0], [C, D]] and symmetric W: nine of the sixteen products of half the size."""
+    h = A.shape[-1]
+    W11, W21, W22 = W[..., :h, :h], W[..., h:, :h], W[..., h:, h:]
+    A_t, C_t, D_t = (jnp.swapaxes(x, -1, -2) for x in (A, C, D))
+    left = matmul(C, W11) + matmul(D, W21)
+    right = matmul(C, jnp.swapaxes(W21, -1, -2)) + matmul(D, W22)
+    return _assemble(
+        halved(matmul(matmul(A, W11), A_t)), matmul(left, A_t), halved(matmul(left, C_t) + matmul(right, D_t))
+    )
+
+
+def half_congruence(X: Array, W: Array) -> Array:
+    """Φ(X W Xᵀ) for lower triangular X and symmetric W, (..., M, M)."""
+    M = X.shape[-1]
+    if M < _SPLIT:
+        return halved(matmul(X, matmul(W, jnp.swapaxes(X, -1, -2))))
+    h = _split(M)
+    return _half_congruence(X[..., :h, :h], X[..., h:, :h], X[..., h:, h:], W)
+
+
+def half_congruence_of_transposed(U: Array, W: Array) -> Array:
+    """Φ(Uᵀ W U) for upper triangular U, (..., M, M): as a linear map of W, one whose transpose is quick."""
+    M = U.shape[-1]
+    if M < _SPLIT:
+        return halved(matmul(jnp.swapaxes(U, -1, -2), matmul(W, U)))
+    h = _split(M)
+    A, C, D = (jnp.swapaxes(x, -1, -2) for x in (U[..., :h, :h], U[..., :h, h:], U[..., h:, h:]))
+    return _half_congruence(A, C, D, W)
+
+
+def congruence_of_upper(U: Array, W: Array) -> Array:
+    """U W Uᵀ for upper triangular U and symmetric W, (..., M, M)."""
+    M = U.shape[-1]
+    U_t = jnp.swapaxes(U, -1, -2)
+    if M < _SPLIT:
+        return matmul(U, matmul(W, U_t))
+    h = _split(M)
+    A, C, D = U[..., :h, :h], U[..., :h, h:], U[..., h:, h:]
+    A_t, C_t, D_t = (jnp.swapaxes(x, -1, -2) for x in (A, C, D))
+    W11, W21, W22 = W[..., :h, :h], W[..., h:, :h], W[..., h:, h:]
+    upper = matmul(W11, A_t) + matmul(jnp.swapaxes(W21, -1, -2), C_t)
+    lower = matmul(W21, A_t) + matmul(W22, C_t)
+    return mirrored(
+        _assemble(halved(matmul(A, upper) + matmul(C, lower)), matmul(D, lower), halved(matmul(D, matmul(W22, D_t))))
+    )
+
+
+def gram_of_lower(X: Array) -> Array:
+    """Xᵀ X for lower triangular X, (..., M, M)."""
+    M = X.shape[-1]
+    U = transposed(X)
+    if M < _SPLIT:
+        return matmul(U, X)
+    h = _split(M)
+    A, C, D = X[..., :h, :h], X[..., h:, :h], X[..., h:, h:]
+    A_t, C_t, D_t = U[..., :h, :h], U[..., :h, h:], U[..., h:, h:]
+    return mirrored(_assemble(halved(matmul(A_t, A) + matmul(C_t, C)), matmul(D_t, C), halved(matmul(D_t, D))))
+
+
+def symmetric_square(X: Array) -> Array:
+    """X X for symmetric X, (..., M, M)."""
+    M = X.shape[-1]
+    if M < _SPLIT:
+        return matmul(X, X)
+    h = _split(M)
+    upper_left, below = matmul(X[..., :h, :], X[..., :, :h]), matmul(X[..., h:, :], X)
+    return mirrored(_assemble(halved(upper_left), below[..., :h], halved(below[..., h:])))
+
+
+class Root(NamedTuple):
+    """The Cholesky factor of a covariance matrix, K = L Lᵀ, with what whitens by it.
+
+    In float64 products with the inverse, several times faster than triangular solves. In float32 triangular solves: the
+    rounding of such a product, the condition number of L times the machine epsilon whatever it is applied to, cost nats
+    where solves lost 0.05.
+
+    Attributes:
+        L: (..., M, M).
+        inverse: L⁻¹, (..., M, M), or None.
+        inverse_transposed: L⁻ᵀ as an array of its own, (..., M, M), or None.
+    """
+
+    L: Array
+    inverse: Array | None
+    inverse_transposed: Array | None
+
+    def whiten(self, B: Array) -> Array:
+        """L⁻¹B, (..., M, N)."""
+        return solve_lower(self.L, B) if self.inverse is None else matmul(self.inverse, B)
+
+    def whiten_tangent(self, B: Array) -> Array:
+        """L⁻¹B, (..., M, N): as a linear map of B, one whose transpose is quick."""
+        if self.inverse_transposed is None:
+            return solve_lower(self.L, B)
+        # JAX transposes a product with the cotangent as its left factor: the barrier keeps that from being contracted
+        # over its first axis.
+        product = lax.optimization_barrier(matmul(jnp.swapaxes(B, -1, -2), self.inverse_transposed))
+        return jnp.swapaxes(product, -1, -2)
+
+    def unwhiten(self, B: Array) -> Array:
+        """L⁻ᵀB, (..., M, N)."""
+        if self.inverse_transposed is None:
+            return solve_lower_transposed(self.L, B)
+        return matmul(self.inverse_transposed, B)
+
+    def whiten_both(self, W: Array) -> Array:
+        """L⁻¹ W L⁻ᵀ for symmetric W, (..., M, M)."""
+        if self.inverse is None:
+            return solve_lower(self.L, jnp.swapaxes(solve_lower(self.L, W), -1, -2))
+        return mirrored(half_congruence(self.inverse, W))
+
+    def whiten_half(self, W: Array) -> Array:
+        """Φ(L⁻¹ W L⁻ᵀ) for symmetric W, (..., M, M): as a linear map of W, one whose transpose is quick."""
+        if self.inverse_transposed is None:
+            return halved(solve_lower(self.L, jnp.swapaxes(solve_lower(self.L, W), -1, -2)))
+        return half_congruence_of_transposed(self.inverse_transposed, W)
+
+    def unwhiten_both(self, W: Array) -> Array:
+        """L⁻ᵀ W L⁻¹ for symmetric W, (..., M, M)."""
+        if self.inverse_transposed is None:
+            return solve_lower_transposed(self.L, jnp.swapaxes(solve_lower_transposed(self.L, W), -1, -2))
+        return congruence_of_upper(self.inverse_transposed, W)
+
+
+def root_of(K: Array) -> Root:
+    """Factorise K, (..., M, M), of which only the lower triangle is read; NaN where that fails."""
+    L = cholesky(K)
+    if jnp.finfo(L.dtype).eps > 1e-10:
+        return Root(L, None, None)
+    inverse = triangular_inverse(L)
+    return Root(L, inverse, transposed(inverse))

@@ -20,17 +20,15 @@ from numpyro_sgp.autoguide import (
 )
 from numpyro_sgp.conditionals import (
     Moments,
-    dual,
     dual_dense,
     dual_per_datum,
-    dual_projected,
     perturbed_moments,
     project,
-    projected_at,
+    tied,
 )
 from numpyro_sgp.distributions import GaussianProcess
-from numpyro_sgp.inducing import AbstractInducing
-from numpyro_sgp.linalg import diagonal, solve_lower, solve_lower_transposed
+from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, InducingPoints
+from numpyro_sgp.linalg import diagonal, solve_lower, with_jitter
 from numpyro_sgp.regression import RegressionPosterior, started_sites
 from numpyro_sgp.sites import DatumSites, Perturbed, TiedSites, sites_of
 
@@ -54,7 +52,10 @@ def shared_covariance(inducing: AbstractInducing, anchor: AbstractInducing, kern
     """Cov(u, u') for inducing variables that moved from u' to u, the jitter's noise moving along, (..., M, M)."""
     anchor = jax.lax.stop_gradient(anchor)
     K = inducing.Kuv(kernel, anchor)
-    scale = jnp.mean(diagonal(anchor.Kuu(kernel)), axis=-1)[..., None, None]
+    # The compiler would evaluate the whole matrix for its diagonal, which for values of the process is known.
+    points = isinstance(anchor, InducingPoints | BoundedInducingPoints)
+    variances = kernel(anchor.Z) if points else diagonal(anchor.Kuu(kernel))
+    scale = jnp.mean(variances, axis=-1)[..., None, None]
     return K + jitter * scale * jnp.eye(K.shape[-1], dtype=K.dtype)
 
 
@@ -105,21 +106,20 @@ class Dual(AbstractPosteriorFamily):
         zeros = TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype, inducing if anchored else None)
         value = param("sites", started_sites(zeros, self.init_from, self.tie, inducing, prior.X))
         sites = sites_of(value)
-        L, Kuf, A, kff = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
-        if self.tie == "covariance":
-            q = dual(sites.lambda1, sites.Lambda2, L, A, kff)
-            return perturbed_moments(value, Kuf, q) if isinstance(value, Perturbed) else q
-        if sites.anchor is None:
-            Lu = jnp.swapaxes(L, -1, -2)
-        else:
-            Lu = solve_lower(L, shared_covariance(inducing, sites.anchor, prior.kernel, prior.relative_jitter))
-        q = dual_projected(sites.lambda1, sites.Lambda2, Lu, A, kff)
+        kernel, jitter, Kuv = prior.kernel, prior.relative_jitter, None
+        if sites.anchor is not None:
+            Kuv = shared_covariance(inducing, sites.anchor, kernel, jitter)
+        Kuu, Kuf = with_jitter(inducing.Kuu(kernel), jitter), inducing.Kuf(kernel, prior.X)
+        q = tied(self.tie, sites.lambda1, sites.Lambda2, Kuu, Kuf, kernel(prior.X), Kuv)
         if not isinstance(value, Perturbed):
-            return q
+            return q.moments
+        if self.tie == "covariance":
+            return perturbed_moments(value, Kuf, q.moments)
+        fixed = jax.lax.stop_gradient(q)
         if value.perturbation.moved is not None:
-            moved = projected_at(*jax.lax.stop_gradient((sites.lambda1, sites.Lambda2, Lu, L)))
-            sites = TiedSites(*moved, inducing)
-        return perturbed_moments(value, solve_lower_transposed(L, A), q, sites)
+            lambda1, Lambda2 = fixed.projected_sites()
+            sites = TiedSites(lambda1, Lambda2, inducing)
+        return perturbed_moments(value, fixed.projections(), q.moments, sites)
 
     def _per_datum(
         self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: AbstractInducing

@@ -13,10 +13,13 @@ from numpyro_sgp.conditionals.dual import (
 )
 from numpyro_sgp.conditionals.mean_and_root import unwhitened, whitened
 from numpyro_sgp.conditionals.moments import Moments, Projection, perturbed_moments, project
+from numpyro_sgp.conditionals.tied import Tie, Tied, tied
 
 __all__ = [
     "Moments",
     "Projection",
+    "Tie",
+    "Tied",
     "dual",
     "dual_dense",
     "dual_per_datum",
@@ -25,6 +28,7 @@ __all__ = [
     "perturbed_moments",
     "project",
     "projected_at",
+    "tied",
     "unwhitened",
     "whitened",
 ]

@@ -7,19 +7,27 @@ With whitened sites λ̃ and Λ̃ ⪰ 0 and P = I + Λ̃ = L_P L_Pᵀ, q(v) = N(
 The forms differ in what stays fixed while hyperparameters move.
 """
 
+from typing import Any, NamedTuple
+
+import jax
 from jax import Array
 import jax.numpy as jnp
 
-from numpyro_sgp.conditionals.moments import Moments, moments
+from numpyro_sgp.conditionals.moments import Moments, given_tangents, moments, tangents_like
 from numpyro_sgp.linalg import (
     cholesky,
     diagonal,
+    gram_of_lower,
+    half_congruence,
     log_determinant,
     matmul,
     matvec,
     matvec_transposed,
+    mirrored,
     solve_lower,
     solve_lower_transposed,
+    symmetric_square,
+    transposed,
     triangular_inverse,
 )
 
@@ -58,6 +66,29 @@ def natural_whitened(lambda1: Array, Lambda2: Array, A: Array, kff: Array) -> Mo
     References:
         Salimbeni, Eleftheriadis and Hensman (2018), "Natural gradients in practice", in the whitened basis.
     """
+    return _natural(lambda1, Lambda2, A, kff)
+
+
+class Whitened(NamedTuple):
+    """The moments of q(v) = N(m, P⁻¹), P = I + Λ̃, and what their derivatives are made of.
+
+    Attributes:
+        moments: of q(f).
+        T: L_P⁻¹A, (..., M, N).
+        m: P⁻¹λ̃, (..., M).
+        L_P_inverse: (..., M, M).
+        explained: whether k_ii − |A_i|² came out non-negative, as it must but for rounding, (..., N).
+    """
+
+    moments: Moments
+    T: Array
+    m: Array
+    L_P_inverse: Array
+    explained: Array
+
+
+def whitened_moments(lambda1: Array, Lambda2: Array, A: Array, kff: Array) -> Whitened:
+    """The moments from whitened sites λ̃, (..., M), and Λ̃, (..., M, M); the arguments of `natural_whitened`."""
     M = lambda1.shape[-1]
     L_P = _root_of_precision(jnp.eye(M, dtype=A.dtype) + Lambda2)
     # tr P⁻¹ needs the inverse root; with it at hand the other solves are products. P ⪰ I is well conditioned.
@@ -66,7 +97,89 @@ def natural_whitened(lambda1: Array, Lambda2: Array, A: Array, kff: Array) -> Mo
     m = matvec_transposed(L_P_inverse, matvec(L_P_inverse, lambda1))
     trace = jnp.sum(L_P_inverse * L_P_inverse, axis=(-2, -1))
     kl = 0.5 * (trace - M + jnp.sum(m * m, axis=-1) + log_determinant(L_P))
-    return moments(matvec_transposed(A, m), kff, A, T, kl)
+    explained = kff - jnp.sum(A * A, axis=-2) >= 0.0
+    return Whitened(moments(matvec_transposed(A, m), kff, A, T, kl), T, m, L_P_inverse, explained)
+
+
+class Curvature(NamedTuple):
+    """What the derivatives of the moments are made of beside the moments.
+
+    Attributes:
+        P_inverse: (..., M, M).
+        U: P⁻¹A, (..., M, N).
+        p: P⁻¹m, (..., M).
+        Q: P⁻¹ − P⁻², (..., M, M).
+    """
+
+    P_inverse: Array
+    U: Array
+    p: Array
+    Q: Array
+
+
+def curvature(q: Whitened) -> Curvature:
+    """Evaluate it once; what is not used is dropped by the compiler."""
+    P_inverse = gram_of_lower(q.L_P_inverse)
+    U = matmul(transposed(q.L_P_inverse), q.T)
+    return Curvature(P_inverse, U, matvec(P_inverse, q.m), P_inverse - symmetric_square(P_inverse))
+
+
+def by_sites(q: Whitened, c: Curvature, d: Array, D: Array | None) -> tuple[Array, Any, Array]:
+    """Derivatives of mean, variance and divergence along dλ̃ = d and dΛ̃ = D + Dᵀ.
+
+    dm_i = U_iᵀ(d − dΛ̃ m),   dv_i = −U_iᵀ dΛ̃ U_i,   dKL = ½ tr(Q dΛ̃) + pᵀ(d − dΛ̃ m).
+    """
+    dvariance: Any = 0.0
+    dkl: Any = 0.0
+    if D is not None:
+        d = d - matvec(D, q.m) - matvec_transposed(D, q.m)
+        dvariance = -2.0 * jnp.sum(c.U * matmul(D, c.U), axis=-2)
+        dkl = jnp.sum(c.Q * D, axis=(-2, -1))
+    return matvec_transposed(c.U, d), dvariance, dkl + jnp.sum(c.p * d, axis=-1)
+
+
+def by_posterior_root(q: Whitened, dA: Array | None, dLambda2: Array | None) -> Array | None:
+    """The derivative of T = L_P⁻¹A."""
+    X = q.L_P_inverse
+    dT = None if dA is None else matmul(X, dA)
+    if dLambda2 is not None:
+        turned = matmul(half_congruence(X, dLambda2), q.T)
+        dT = -turned if dT is None else dT - turned
+    return dT
+
+
+@jax.custom_jvp
+def _natural(lambda1: Array, Lambda2: Array, A: Array, kff: Array) -> Moments:
+    """The value of `natural_whitened`, with its derivative written out: no factorisation is differentiated.
+
+    With U = P⁻¹A, dm_i = dA_iᵀm + U_iᵀ(dλ̃ − dΛ̃ m), dv_i = dk_ii − 2 A_iᵀdA_i + 2 U_iᵀdA_i − U_iᵀdΛ̃ U_i and
+    dKL = ½ tr((P⁻¹ − P⁻²)dΛ̃) + mᵀP⁻¹(dλ̃ − dΛ̃ m).
+    """
+    return whitened_moments(lambda1, Lambda2, A, kff).moments
+
+
+def _natural_jvp(primals: tuple, tangents: tuple) -> tuple[Moments, Moments]:
+    lambda1, Lambda2, A, kff = primals
+    q = whitened_moments(lambda1, Lambda2, A, kff)
+    c = curvature(q)
+    dlambda1, dLambda2, dA, dkff = given_tangents(tangents)
+    dmean: Any = 0.0
+    dvariance: Any = 0.0
+    dkl: Any = 0.0
+    if dlambda1 is not None or dLambda2 is not None:
+        # The derivative along the symmetric part: a gradient with respect to Λ̃ is symmetric.
+        D = None if dLambda2 is None else 0.25 * mirrored(dLambda2)
+        dmean, dvariance, dkl = by_sites(q, c, jnp.zeros_like(lambda1) if dlambda1 is None else dlambda1, D)
+    if dA is not None:
+        dmean = dmean + matvec_transposed(dA, q.m)
+        dvariance = dvariance + 2.0 * jnp.sum((c.U - jnp.where(q.explained[..., None, :], A, 0.0)) * dA, axis=-2)
+    if dkff is not None:
+        dvariance = dvariance + jnp.where(q.explained, dkff, 0.0)
+    dT = by_posterior_root(q, dA, None if dLambda2 is None else 0.5 * mirrored(dLambda2))
+    return q.moments, tangents_like(q.moments, (dmean, dvariance, dkl, dA, dT))
+
+
+_natural.defjvp(_natural_jvp, symbolic_zeros=True)
 
 
 def dual(lambda1: Array, Lambda2: Array, L: Array, A: Array, kff: Array) -> Moments:

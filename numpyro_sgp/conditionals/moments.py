@@ -1,17 +1,28 @@
 """What every parametrisation returns, and the quantities all of them start from."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import jax
 from jax import Array
+from jax.custom_derivatives import SymbolicZero
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from numpyro_sgp.inducing import AbstractInducing
-from numpyro_sgp.linalg import cholesky, solve_lower
+from numpyro_sgp.linalg import matmul, root_of, with_jitter
 from numpyro_sgp.sites import AbstractSites, Perturbed, perturb_kl, perturb_marginals
 
-__all__ = ["Moments", "Projection", "moments", "perturbed_moments", "project"]
+__all__ = [
+    "Moments",
+    "Projection",
+    "given_tangents",
+    "moments",
+    "perturbed_moments",
+    "project",
+    "tangents_like",
+    "whiten",
+]
 
 
 class Moments(NamedTuple):
@@ -59,9 +70,58 @@ def project(inducing: AbstractInducing, kernel: Callable, X: Array, jitter: Arra
         X: inputs, (N, D).
         jitter: added to the diagonal of Kuu, relative to its mean.
     """
-    L = cholesky(inducing.Kuu(kernel), jitter)
     Kuf = inducing.Kuf(kernel, X)
-    return Projection(L, Kuf, solve_lower(L, Kuf), kernel(X))
+    L, A = whiten(with_jitter(inducing.Kuu(kernel), jitter), Kuf)
+    return Projection(L, Kuf, A, kernel(X))
+
+
+def given_tangents(tangents: tuple) -> tuple:
+    """The tangents that a rule was given, None in the place of those that are known to be zero."""
+    return tuple(None if isinstance(tangent, SymbolicZero) else tangent for tangent in tangents)
+
+
+def tangents_like(values: Any, derivatives: Sequence[ArrayLike | None]) -> Any:
+    """The derivatives of the leaves of a pytree, in their order, in its structure and their shapes; None is zero."""
+    leaves, structure = jax.tree.flatten(values)
+
+    def tangent_like(value: Array, derivative: ArrayLike | None) -> Array:
+        derivative = jnp.asarray(0.0 if derivative is None else derivative, value.dtype)
+        return jnp.broadcast_to(derivative, value.shape)
+
+    return structure.unflatten(tangent_like(*pair) for pair in zip(leaves, derivatives, strict=True))
+
+
+@jax.custom_jvp
+def whiten(Kuu: Array, Kuf: Array) -> tuple[Array, Array]:
+    """L with Kuu = L Lᵀ, and A = L⁻¹Kuf, with their derivative written out: no factorisation is differentiated.
+
+    With F = Φ(L⁻¹ dKuu L⁻ᵀ), the lower triangle with its diagonal halved: dL = L F and dA = L⁻¹dKuf − F A. So one
+    sandwich between L⁻ᵀ and L⁻¹ makes the gradient with respect to Kuu, which is right for symmetric changes of Kuu and
+    not itself symmetric.
+
+    Args:
+        Kuu: prior covariance of the inducing variables, with jitter, (..., M, M); only the lower triangle is read.
+        Kuf: (..., M, N).
+    """
+    root = root_of(Kuu)
+    return root.L, root.whiten(Kuf)
+
+
+def _whiten_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Any, Any]
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    root = root_of(primals[0])
+    L, A = root.L, root.whiten(primals[1])
+    dKuu, dKuf = given_tangents(tangents)
+    dL, dA = None, None if dKuf is None else root.whiten_tangent(dKuf)
+    if dKuu is not None:
+        F = root.whiten_half(dKuu)
+        dL, FA = matmul(L, F), matmul(F, A)
+        dA = -FA if dA is None else dA - FA
+    return (L, A), tangents_like((L, A), (dL, dA))
+
+
+whiten.defjvp(_whiten_jvp, symbolic_zeros=True)
 
 
 # Rounding makes k_ii − |A_i|² negative by 3e-5 k_ii in float32 (measured, M = 512). Where it is a thousandth and more,

@@ -1,0 +1,285 @@
+"""Derivatives that are written out, against automatic differentiation of dense formulas that share nothing with them."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.testing import assert_allclose
+import oracles
+import pytest
+
+from numpyro_sgp import conditionals, linalg
+from numpyro_sgp.conditionals.moments import whiten
+
+N, M, D = 7, 5, 2
+RNG = np.random.default_rng(0)
+X, Z, Z_MOVED = RNG.normal(size=(N, D)), RNG.normal(size=(M, D)), RNG.normal(size=(M, D))
+LENGTHSCALE, VARIANCE = np.array([0.9, 1.3]), 1.7
+ROOT = np.tril(RNG.normal(size=(M, M)))
+
+KUU = oracles.with_jitter(oracles.se(Z, Z, LENGTHSCALE, VARIANCE), 1e-2)
+KUF = oracles.se(Z, X, LENGTHSCALE, VARIANCE)
+KUV = oracles.se(Z, Z_MOVED, LENGTHSCALE, VARIANCE)
+KFF = np.full(N, VARIANCE)
+# At the last datum k_ii − |A_i|² is negative, as rounding can make it: there the value has 0 in its place.
+KFF[-1] = 0.9995 * KUF[:, -1] @ np.linalg.solve(KUU, KUF[:, -1])
+SITES = (RNG.normal(size=M), ROOT @ ROOT.T)
+WEIGHTS = tuple(RNG.normal(size=shape) for shape in ((N,), (N,), (), (N, N), (M, N), (M,), (M, M)))
+
+
+def symmetric(K):
+    return 0.5 * (K + jnp.swapaxes(K, -1, -2))
+
+
+def marginals(m, S, Kuu, Kuf, kff):
+    """Mean, variance, divergence and the covariance less the prior's, of u ~ N(m, S)."""
+    V = jnp.linalg.solve(Kuu, Kuf)
+    explained, left = Kuf.T @ V, V.T @ S @ V
+    kl = 0.5 * (jnp.trace(jnp.linalg.solve(Kuu, S)) + m @ jnp.linalg.solve(Kuu, m) - len(m))
+    kl = kl + 0.5 * (jnp.linalg.slogdet(Kuu)[1] - jnp.linalg.slogdet(S)[1])
+    return V.T @ m, jnp.maximum(kff - jnp.diag(explained), 0.0) + jnp.diag(left), kl, left - explained
+
+
+def dense_natural(lambda1, Lambda2, A, kff):
+    S = jnp.linalg.inv(jnp.eye(M) + symmetric(Lambda2))
+    return marginals(S @ lambda1, S, jnp.eye(M), A, kff)
+
+
+def dense_tied(tie):
+    def dense(lambda1, Lambda2, Kuu, Kuf, kff, Kuv=None):
+        Kuu = symmetric(Kuu)
+        W = jnp.eye(M) if Kuv is None else jnp.linalg.solve(Kuu, Kuv)
+        if tie == "covariance":
+            W = jnp.linalg.inv(Kuu)
+        linear, precision = W @ lambda1, W @ symmetric(Lambda2) @ W.T
+        S = jnp.linalg.inv(jnp.linalg.inv(Kuu) + precision)
+        values = marginals(S @ linear, S, Kuu, Kuf, kff)
+        return *values, jnp.linalg.solve(Kuu, Kuf), linear, precision
+
+    return dense
+
+
+def of_roots(q):
+    A, T = q.prior_root, q.posterior_root
+    change = jnp.swapaxes(T, -1, -2) @ T - jnp.swapaxes(A, -1, -2) @ A
+    return q.mean, q.variance, q.kl, change
+
+
+def ours_natural(*arguments):
+    return of_roots(conditionals.natural_whitened(*arguments))
+
+
+def ours_tied(tie):
+    def ours(lambda1, Lambda2, Kuu, *rest):
+        q = conditionals.tied(tie, lambda1, Lambda2, symmetric(Kuu), *rest)
+        return *of_roots(q.moments), q.projections(), *q.projected_sites()
+
+    return ours
+
+
+CASES = {
+    "natural": (ours_natural, dense_natural, (*SITES, np.linalg.solve(np.linalg.cholesky(KUU), KUF), KFF)),
+    "projection": (ours_tied("projection"), dense_tied("projection"), (*SITES, KUU, KUF, KFF)),
+    "anchored": (ours_tied("projection"), dense_tied("projection"), (*SITES, KUU, KUF, KFF, KUV)),
+    "covariance": (ours_tied("covariance"), dense_tied("covariance"), (*SITES, KUU, KUF, KFF)),
+}
+every_case = pytest.mark.parametrize(("ours", "dense", "arguments"), CASES.values(), ids=CASES)
+
+
+def weighted(function):
+    """One number from all outputs, squared so that second derivatives see every pair."""
+
+    def scalar(*arguments):
+        values = [jnp.sum(w * value) for w, value in zip(WEIGHTS, function(*arguments), strict=False)]
+        return sum(values) + 0.1 * sum(value**2 for value in values)
+
+    return scalar
+
+
+def symmetric_where_square(arrays):
+    # Λ₂ and Kuu are symmetric: only symmetric changes, and the symmetric parts of gradients, mean something.
+    return tuple(symmetric(x) if x.ndim >= 2 and x.shape[-1] == x.shape[-2] else x for x in arrays)
+
+
+def direction(arguments, seed=1):
+    rng = np.random.default_rng(seed)
+    return symmetric_where_square([jnp.asarray(rng.normal(size=np.shape(x))) for x in arguments])
+
+
+@every_case
+@pytest.mark.usefixtures("x64")
+def test_values_and_derivatives_of_first_and_second_order_are_those_of_the_dense_formulas(ours, dense, arguments):
+    arguments = tuple(map(jnp.asarray, arguments))
+    along, across = direction(arguments), direction(arguments, seed=2)
+
+    def everything(function):
+        scalar = weighted(function)
+        gradient = jax.grad(scalar, argnums=tuple(range(len(arguments))))
+        value, tangent = jax.jvp(function, arguments, along)
+        _, forward_over_reverse = jax.jvp(gradient, arguments, across)
+        return value, tangent, gradient(*arguments), forward_over_reverse
+
+    function = jax.jit(lambda: everything(ours))
+    reference = jax.jit(lambda: everything(dense))
+    for kind, mine, theirs in zip(("value", "jvp", "vjp", "hvp"), function(), reference(), strict=True):
+        if kind in ("vjp", "hvp"):
+            mine, theirs = symmetric_where_square(mine), symmetric_where_square(theirs)
+        for index, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+            scale = np.abs(other).max()
+            assert_allclose(one, other, rtol=1e-9, atol=1e-9 * scale, err_msg=f"{kind} {index}")
+
+
+@pytest.mark.parametrize(
+    ("case", "batched"), [("natural", "all"), ("projection", "sites"), ("anchored", "all"), ("covariance", "sites")]
+)
+@pytest.mark.usefixtures("x64")
+def test_gradients_of_a_batch_are_those_of_its_members(case, batched):
+    ours, dense, arguments = CASES[case]
+    factors = np.array([1.0, 0.7])
+    axes = [0 if batched == "all" or index < 2 else None for index in range(len(arguments))]
+    stacked = tuple(
+        jnp.asarray(np.multiply.outer(factors, x) if axis == 0 else x) for x, axis in zip(arguments, axes, strict=True)
+    )
+
+    def scalar(function):
+        def total(*arguments):
+            mean, variance, kl, change = function(*arguments)[:4]
+            return sum(jnp.sum(w * x) for w, x in zip(WEIGHTS, (mean, variance, kl, change), strict=False))
+
+        return total
+
+    argnums = tuple(range(len(arguments)))
+    mine = jax.jit(jax.grad(scalar(ours), argnums))(*stacked)
+    theirs = jax.jit(jax.grad(scalar(jax.vmap(dense, axes)), argnums))(*stacked)
+    for one, other in zip(*map(symmetric_where_square, (mine, theirs)), strict=True):
+        assert one.shape == other.shape
+        assert_allclose(one, other, rtol=1e-9, atol=1e-9 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("case", ["natural", "anchored"])
+@pytest.mark.usefixtures("x64")
+def test_any_subset_of_the_arguments_can_be_differentiated(case):
+    ours, _, arguments = CASES[case]
+    # A rule is told which tangents are zero; leaving one out must not change what the others give.
+    arguments = tuple(map(jnp.asarray, arguments))
+    scalar = weighted(ours)
+    together = jax.jit(jax.grad(scalar, argnums=tuple(range(len(arguments)))))(*arguments)
+    alone = jax.jit(lambda: [jax.grad(scalar, argnums=index)(*arguments) for index in range(len(arguments))])()
+    for one, other in zip(alone, together, strict=True):
+        assert_allclose(one, other, rtol=1e-9, atol=1e-11 * np.abs(other).max())
+    # An optimizer that trains the sites keeps Λ₂ symmetric.
+    assert_allclose(alone[1], alone[1].T, rtol=1e-9, atol=1e-11)
+
+
+@every_case
+def test_gradients_in_float32_are_those_of_float64_to_its_rounding(ours, dense, arguments):
+    # Only the outputs that training differentiates; rounding of 6e-8 through matrices of condition 1e3.
+    def scalar(*arguments):
+        mean, variance, kl = ours(*arguments)[:3]
+        return sum(jnp.sum(jnp.asarray(w, x.dtype) * x) for w, x in zip(WEIGHTS, (mean, variance, kl), strict=False))
+
+    argnums = tuple(range(len(arguments)))
+    single = jax.jit(jax.grad(scalar, argnums))(*(jnp.asarray(x, jnp.float32) for x in arguments))
+    with jax.enable_x64(True):
+        double = jax.jit(jax.grad(scalar, argnums))(*map(jnp.asarray, arguments))
+    for one, other in zip(single, double, strict=True):
+        assert one.dtype == jnp.float32
+        assert_allclose(one, other, atol=2e-4 * np.abs(other).max())
+
+
+@pytest.mark.usefixtures("x64")
+def test_whitening_is_differentiated_as_its_factorisation_would_be():
+    def ours(Kuu, Kuf):
+        L, A = whiten(symmetric(Kuu), Kuf)
+        return A, L
+
+    def dense(Kuu, Kuf):
+        L = jnp.linalg.cholesky(symmetric(Kuu))
+        return jnp.linalg.solve(L, Kuf), L
+
+    weights = RNG.normal(size=(M, N)), RNG.normal(size=(M, M))
+
+    def scalar(function):
+        return lambda *arguments: sum(jnp.sum(w * x**2) for w, x in zip(weights, function(*arguments), strict=True))
+
+    arguments = (jnp.asarray(KUU), jnp.asarray(KUF))
+    along = direction(arguments)
+
+    def everything(function):
+        gradient = jax.grad(scalar(function), (0, 1))
+        second = jax.jvp(gradient, arguments, along)[1]
+        return *jax.jvp(function, arguments, along)[1], *gradient(*arguments), *second
+
+    for mine, theirs in zip(*(jax.jit(lambda f=f: everything(f))() for f in (ours, dense)), strict=True):
+        assert_allclose(mine, theirs, rtol=1e-9, atol=1e-9 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("tie", ["projection", "covariance"])
+@pytest.mark.usefixtures("x64")
+def test_a_failed_factorisation_is_nan_in_values_and_gradients(tie):
+    def scalar(Kuu, Kuf):
+        q = conditionals.tied(tie, *SITES, Kuu, Kuf, jnp.asarray(KFF)).moments
+        return jnp.sum(q.mean) + jnp.sum(q.variance) + q.kl
+
+    value, gradient = jax.jit(jax.value_and_grad(scalar, (0, 1)))(jnp.asarray(-KUU), jnp.asarray(KUF))
+    assert np.isnan(value)
+    assert all(np.isnan(g).any() for g in gradient)
+
+
+@every_case
+@pytest.mark.usefixtures("x64")
+def test_a_gradient_takes_no_factorisation_beyond_those_of_the_value(ours, dense, arguments):
+    def count(function):
+        return len(re.findall(r"= cholesky[ \[]", str(jax.make_jaxpr(function)(*map(jnp.asarray, arguments)))))
+
+    def loss(*arguments):
+        mean, variance, kl = ours(*arguments)[:3]
+        return jnp.sum(mean) + jnp.sum(variance) + kl
+
+    assert count(loss) == count(jax.value_and_grad(loss, argnums=(2, 3))) > 0
+
+
+SIZE = 260  # above the size at which products are split, and no multiple of a block
+
+
+@pytest.mark.usefixtures("x64")
+def test_products_that_use_triangles_and_symmetry_are_the_plain_products():
+    rng = np.random.default_rng(5)
+    L = np.tril(rng.normal(size=(2, SIZE, SIZE)))
+    W = rng.normal(size=(SIZE, SIZE))
+    W = W + W.T
+    U, L_t = np.swapaxes(L, -1, -2), np.swapaxes(L, -1, -2)
+    assert SIZE > linalg._SPLIT
+    plain = L @ W @ L_t
+    assert_allclose(linalg.mirrored(linalg.half_congruence(L, W)), plain, rtol=1e-9, atol=1e-8)
+    assert_allclose(linalg.mirrored(linalg.half_congruence_of_transposed(U, W)), plain, rtol=1e-9, atol=1e-8)
+    assert_allclose(linalg.congruence_of_upper(U, W), U @ W @ L, rtol=1e-9, atol=1e-8)
+    assert_allclose(linalg.gram_of_lower(jnp.asarray(L)), L_t @ L, rtol=1e-9, atol=1e-9)
+    assert_allclose(linalg.symmetric_square(W), W @ W, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_root_whitens_by_products_in_float64_as_by_solves_in_float32():
+    rng = np.random.default_rng(6)
+    K = rng.normal(size=(SIZE, 2 * SIZE))
+    K = K @ K.T / SIZE
+    B, W = rng.normal(size=(SIZE, N)), rng.normal(size=(SIZE, SIZE))
+    W = W + W.T
+    L = np.linalg.cholesky(K)
+    both, unwhitened = (np.linalg.solve(root, np.linalg.solve(root, W).T) for root in (L, L.T))
+    plain_b, plain_ub = np.linalg.solve(L, B), np.linalg.solve(L.T, B)
+
+    @jax.jit
+    def everything(K, b, w):
+        root = linalg.root_of(K)
+        assert (root.inverse is None) == (K.dtype == np.float32)
+        half = linalg.mirrored(root.whiten_half(w))
+        vectors = root.whiten(b), root.whiten_tangent(b), root.unwhiten(b)
+        return *vectors, root.whiten_both(w), half, root.unwhiten_both(w)
+
+    for dtype, tolerance in ((np.float64, 1e-10), (np.float32, 3e-3)):
+        ours = everything(*(jnp.asarray(x, dtype) for x in (K, B, W)))
+        for mine, plain in zip(ours, (plain_b, plain_b, plain_ub, both, both, unwhitened), strict=True):
+            assert mine.dtype == dtype
+            assert_allclose(mine, plain, rtol=0.0, atol=tolerance * np.abs(plain).max())
