@@ -12,6 +12,8 @@ import pytest
 from numpyro_sgp import conditionals, linalg
 from numpyro_sgp.conditionals.moments import whiten
 
+pytestmark = pytest.mark.mathematics
+
 N, M, D = 7, 5, 2
 RNG = np.random.default_rng(0)
 X, Z, Z_MOVED = RNG.normal(size=(N, D)), RNG.normal(size=(M, D)), RNG.normal(size=(M, D))

@@ -32,6 +32,8 @@ from numpyro_sgp.inducing import InducingPoints
 from numpyro_sgp.kernels import SquaredExponential
 from numpyro_sgp.sites import DatumSites
 
+pytestmark = pytest.mark.mathematics
+
 # Four columns: from there on distances are made of matrix products, which cancel where inputs are far from the origin.
 N, M, D = 600, 512, 4
 JITTER = 1e-4

@@ -216,6 +216,7 @@ def batches():
 BATCHES = batches()
 
 
+@pytest.mark.mathematics
 @pytest.mark.usefixtures("x64", "strict_promotion")
 @pytest.mark.parametrize(("kernel", "fields"), BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("batched_inputs", [False, True])
@@ -512,6 +513,7 @@ def test_gradients_at_coincident_points_are_finite(kernel, dtype, width):
         assert_array_equal(jnp.isfinite(gradient), True)
 
 
+@pytest.mark.mathematics
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("kernel", SMOOTH)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -549,6 +551,7 @@ def test_prior_variance_of_the_slope_is_right_at_distance_zero(kernel, curvature
     assert_allclose(second, 1.7 * curvature * np.diag(lengthscale**-2.0), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.mathematics
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("kernel", "oracle", "args"),

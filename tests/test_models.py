@@ -79,6 +79,7 @@ def per_latent(params, c):
 # Latents under plates and batches of kernels.
 
 
+@pytest.mark.mathematics
 @all_guides
 def test_independent_latents_under_a_plate_give_the_sum_of_single_latent_bounds(name):
     def together(X, Y):
@@ -93,6 +94,7 @@ def test_independent_latents_under_a_plate_give_the_sum_of_single_latent_bounds(
     assert_allclose(loss_at(params, together, guide, X, Y), sum(parts), rtol=1e-10)
 
 
+@pytest.mark.mathematics
 @all_guides
 def test_a_batch_of_kernels_gives_the_sum_of_the_bounds_of_each_kernel(name):
     lengthscales, variances = np.array([[0.5], [1.0], [2.0]]), np.array([0.3, 1.0, 2.0])
@@ -150,6 +152,7 @@ def only_g(X, y):
         numpyro.sample("y1", dist.Normal(g, NOISE), obs=y)
 
 
+@pytest.mark.mathematics
 @all_guides
 def test_two_sites_with_their_own_outputs_give_the_sum_of_two_bounds(name):
     inducing = {"f": Z, "g": Z[:3, :1]}
@@ -234,6 +237,7 @@ def log_prior(noise, intercept, effect, lengthscale):
 OTHER_LATENTS = ("noise", "intercept", "effect", "lengthscale")
 
 
+@pytest.mark.mathematics
 @all_guides
 def test_with_point_estimates_of_other_latents_the_bound_is_the_closed_form(name):
     guide = GUIDES[name](with_other_latents, Z, base=AutoDelta)
@@ -318,6 +322,7 @@ def type_two(X, y=None):
         numpyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
+@pytest.mark.mathematics
 @all_guides
 def test_parameters_of_the_model_are_trained_as_hyperparameters(name):
     guide = GUIDES[name](type_two, Z)
@@ -444,6 +449,7 @@ def test_obs_mask_makes_missing_outputs_latent(name):
     )
 
 
+@pytest.mark.mathematics
 @all_guides
 def test_scaling_the_likelihood_is_replicating_the_data(name):
     def scaled(X, y):
@@ -515,6 +521,7 @@ def test_guide_and_model_see_the_same_random_subsample(name):
     assert len(np.unique(np.round(drawn, 8))) > 15  # 40 draws of 35 subsets: the expected number is 24
 
 
+@pytest.mark.mathematics
 @pytest.mark.parametrize("model", [gaussian, subsampling], ids=["external", "inside"])
 def test_training_on_minibatches_comes_close_to_the_optimum(model):
     # The optimum for fixed hyperparameters: one full natural step on a Gaussian likelihood.
@@ -547,6 +554,7 @@ def local_latents(X, y=None, batch=BATCH):
         numpyro.sample("y", dist.Normal(f_batch + offset, NOISE), obs=y_batch)
 
 
+@pytest.mark.mathematics
 @two_guides
 def test_the_mean_over_all_subsamples_with_local_latents_is_the_full_loss(name):
     guide = GUIDES[name](local_latents, Z, base=AutoDelta)
@@ -727,6 +735,7 @@ def deep(X, y=None):
         numpyro.sample("y", dist.Normal(f, 0.2), obs=y)
 
 
+@pytest.mark.mathematics
 @two_guides
 def test_a_two_layer_deep_gp_trains_and_predicts_its_data(name):
     rng = np.random.default_rng(5)

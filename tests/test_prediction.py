@@ -88,6 +88,7 @@ def test_predictive_draws_at_new_inputs_have_the_moments_of_the_posterior(name):
     check_moments(draws["y"], q.mean, q.covariance() + NOISE**2 * np.eye(N_NEW))
 
 
+@pytest.mark.mathematics
 @all_guides
 def test_the_posterior_at_some_inputs_is_a_block_of_that_at_more(name):
     guide = GUIDES[name](plain, Z)
@@ -103,6 +104,7 @@ def test_the_posterior_at_some_inputs_is_a_block_of_that_at_more(name):
     assert_allclose(at_more.kl, at_some.kl, rtol=1e-12)
 
 
+@pytest.mark.mathematics
 @pytest.mark.parametrize("name", ["whitened", "per_datum"])
 def test_joint_draws_have_the_posterior_covariance_whatever_their_sample_shape(name):
     guide = GUIDES[name](plain, Z)

@@ -68,6 +68,7 @@ def test_the_variational_bound_is_below_the_evidence_and_the_others_need_not_be(
     assert site(bound="titsias").log_prob(Y) < site(bound="dtc").log_prob(Y)
 
 
+@pytest.mark.mathematics
 @pytest.mark.parametrize("bound", EVIDENCE)
 @pytest.mark.usefixtures("x64")
 def test_gradients_are_those_of_the_dense_bound(bound):
@@ -91,6 +92,7 @@ def test_gradients_are_those_of_the_dense_bound(bound):
     assert_allclose(along, got, rtol=1e-10)
 
 
+@pytest.mark.mathematics
 def test_float32_keeps_its_digits_where_the_noise_is_small():
     # w y² − |c|² would lose log10(1e4 · 60) ≈ 6 of the 7 digits here.
     rng = np.random.default_rng(0)
@@ -236,6 +238,7 @@ def test_a_model_can_predict_from_its_own_regression():
 # Inference over hyperparameters.
 
 
+@pytest.mark.mathematics
 @pytest.mark.usefixtures("x64")
 def test_type_ii_maximum_likelihood_with_auto_delta_is_the_optimum_of_the_dense_bound():
     inputs, at = problems.inputs(40, 5), problems.inputs(8, 6)
