@@ -17,6 +17,7 @@ from numpyro.distributions.kl import kl_divergence
 
 from numpyro_sgp.conditionals import Moments
 from numpyro_sgp.linalg import cholesky, default_jitter, log_determinant, matmul, matvec, solve_lower
+from numpyro_sgp.pytrees import PytreeFunction
 from numpyro_sgp.quadrature import gauss_hermite
 
 __all__ = ["GaussianProcess", "SparsePosterior"]
@@ -62,6 +63,10 @@ class GaussianProcess(dist.Distribution):
         jitter: added to the diagonal of covariance matrices, relative to its mean; by default 1e-6 in float64 and
             1e-4 in float32.
 
+    Attributes:
+        prior_mean: the mean at X, (..., N).
+        mean_function: the mean at any inputs, a number or a function; None where it was given as values at X.
+
     Raises:
         ValueError: `X` is not (N, D) or contains NaN; `mean` is of another length; `jitter` is negative.
 
@@ -77,7 +82,7 @@ class GaussianProcess(dist.Distribution):
     arg_constraints = {}
     support = constraints.real_vector  # pyright: ignore[reportAssignmentType]
     reparametrized_params = ["kernel", "X", "prior_mean"]
-    pytree_data_fields = ("kernel", "X", "prior_mean", "jitter")
+    pytree_data_fields = ("kernel", "X", "prior_mean", "mean_function", "jitter")
 
     def __init__(
         self,
@@ -101,6 +106,8 @@ class GaussianProcess(dist.Distribution):
             raise ValueError(msg)
         self.jitter = jitter
         self.prior_mean = _prior_mean(mean, self.X)
+        extends = callable(mean) or np.ndim(mean) == 0
+        self.mean_function = (PytreeFunction.of(mean) if callable(mean) else mean) if extends else None
         variances = jax.eval_shape(lambda X: kernel(X), self.X)
         batch_shape = np.broadcast_shapes(variances.shape[:-1], self.prior_mean.shape[:-1], self.X.shape[:-2])
         super().__init__(batch_shape, (self.X.shape[-2],), validate_args=validate_args)

@@ -28,7 +28,6 @@ from numpyro_sgp.linalg import (
     triangular_inverse,
 )
 from numpyro_sgp.marginal_likelihood import BOUNDS, collapsed, collapsed_bound
-from numpyro_sgp.pytrees import PytreeFunction
 from numpyro_sgp.sites import AbstractSites
 
 __all__ = ["Marginals", "RegressionPosterior", "SparseGPRegression", "started_sites"]
@@ -100,7 +99,7 @@ class SparseGPRegression(dist.Distribution):
     arg_constraints = {"noise_scale": constraints.positive}
     support = constraints.real_vector  # pyright: ignore[reportAssignmentType]
     reparametrized_params = ["prior", "inducing", "noise_scale"]
-    pytree_data_fields = ("prior", "inducing", "mean_function")
+    pytree_data_fields = ("prior", "inducing")
     pytree_aux_fields = ("bound",)
 
     def __init__(
@@ -122,9 +121,6 @@ class SparseGPRegression(dist.Distribution):
         self.inducing = as_inducing(inducing)
         check_width(self.inducing, self.prior.X)
         self.noise_scale = _broadcast_rows(noise_scale, self.prior.X, "noise_scale")
-        # What extends to other inputs: a function, or one number for each latent.
-        extends = callable(mean) or np.ndim(mean) == 0
-        self.mean_function = (PytreeFunction.of(mean) if callable(mean) else mean) if extends else None
         self.bound = bound
         batch_shape = np.broadcast_shapes(self.prior.batch_shape, self.noise_scale.shape[:-1])
         super().__init__(batch_shape, self.prior.event_shape, validate_args=validate_args)
@@ -185,9 +181,7 @@ class SparseGPRegression(dist.Distribution):
             raise ValueError(msg)
         residual = self._residual(y)
         q = collapsed(*self._blocks(), residual, self.noise_scale**2, self.bound)
-        return RegressionPosterior(
-            self.prior, self.inducing, self.mean_function, q.L, q.m, q.L_B, residual, q.precision
-        )
+        return RegressionPosterior(self.prior, self.inducing, q.L, q.m, q.L_B, residual, q.precision)
 
 
 @jax.tree_util.register_dataclass
@@ -201,7 +195,6 @@ class RegressionPosterior:
     Attributes:
         prior: the prior at the training inputs.
         inducing: the inducing variables u.
-        mean_function: prior mean at any inputs, a number or a function; None where it was given as values at X.
         L: Cholesky factor of Kuu, (..., M, M).
         m: whitened mean, (..., M).
         L_B: Cholesky factor of the whitened precision, (..., M, M).
@@ -211,7 +204,6 @@ class RegressionPosterior:
 
     prior: GaussianProcess
     inducing: AbstractInducing
-    mean_function: ArrayLike | PytreeFunction | None
     L: Array
     m: Array
     L_B: Array
@@ -227,14 +219,14 @@ class RegressionPosterior:
         Raises:
             ValueError: the prior mean was given as values at the training inputs.
         """
-        if self.mean_function is None:
+        if self.prior.mean_function is None:
             msg = (
                 f"The prior mean was given as values of shape {self.prior.prior_mean.shape} at the training inputs, "
                 "which say nothing about `X_new`. Give `mean` as a scalar or as a function of X."
             )
             raise ValueError(msg)
         X_new = jnp.asarray(X_new, self.prior.X.dtype)
-        prior = GaussianProcess(self.prior.kernel, X_new, self.mean_function, jitter=self.prior.jitter)
+        prior = GaussianProcess(self.prior.kernel, X_new, self.prior.mean_function, jitter=self.prior.jitter)
         check_width(self.inducing, prior.X)
         A = solve_lower(self.L, self.inducing.Kuf(prior.kernel, prior.X))
         T = solve_lower(self.L_B, A)
