@@ -132,7 +132,7 @@ class QuadratureELBO(ELBO):
         """The negative ELBO and the new mutable state; see `numpyro.infer.elbo.ELBO`."""
 
         def particle(key: Array) -> tuple[Array, dict[str, Any] | None]:
-            return _Particle(self, key, param_map, model, guide, args, kwargs).elbo()
+            return Particle(self, key, param_map, model, guide, args, kwargs).elbo()
 
         if self.num_particles == 1:
             elbo, mutable_state = particle(rng_key)
@@ -143,7 +143,7 @@ class QuadratureELBO(ELBO):
         return {"loss": -jnp.mean(elbos), "mutable_state": mutable_state}
 
 
-class _Particle:
+class Particle:
     """One draw of the other latents: the bound given it."""
 
     def __init__(
@@ -191,19 +191,19 @@ class _Particle:
 
     def nested_parents(self, guide_trace: Trace) -> frozenset[str]:
         """GP sites on which the posterior of another GP site depends."""
-        sites = _posteriors(guide_trace)
+        sites = posteriors_of(guide_trace)
         if len(sites) < 2:
             return frozenset()
 
         def moments(**values: Array) -> dict[str, tuple[Array, Array]]:
             trace = self.run_guide(self.guide_key, values)
-            return {name: (q.mean, q.variance) for name, q in _posteriors(trace).items()}
+            return {name: (q.mean, q.variance) for name, q in posteriors_of(trace).items()}
 
         depends = eval_provenance(moments, **{name: guide_trace[name]["value"] for name in sites})
         return frozenset().union(*(set(mean | variance) - {name} for name, (mean, variance) in depends.items()))
 
     def elbo_given(self, guide_trace: Trace, parents: frozenset[str]) -> tuple[Array, dict[str, Any] | None]:
-        sites = _posteriors(guide_trace)
+        sites = posteriors_of(guide_trace)
         model_trace = self.run_model(guide_trace, {})
         check_model_guide_match(model_trace, guide_trace)
         _validate_model(model_trace, plate_warning="loose")
@@ -279,28 +279,33 @@ class _Particle:
     ) -> Array:
         """Σ over the rule's terms of their expectations under the marginals of f."""
         moments = {name: (q.mean, jnp.sqrt(q.variance)) for name, q in free.items()}
+        z, weights = self.nodes(rule, {name: mean for name, (mean, _) in moments.items()}, key)
 
         def at(z: Mapping[str, Array]) -> Array:
             values = {name: mean + scale * z[name] for name, (mean, scale) in moments.items() if name in z}
             result = terms(self.run_model(guide_trace, values))
             return jnp.asarray(sum(result[name] for name in rule.terms))
 
+        return jnp.sum(weights * jax.vmap(at)(z))
+
+    def nodes(self, rule: Rule, means: Mapping[str, Array], key: Array) -> tuple[dict[str, Array], Array]:
+        """Where the latents are evaluated, in standard deviations from their means, (K, ...), and the weights, (K,)."""
+        dtype = next(iter(means.values())).dtype
         if rule.axes is None:
             half = self.loss.num_samples // 2
-            z = {
+            draws = {
                 name: jax.random.normal(jax.random.fold_in(key, index), (half, *mean.shape), mean.dtype)
-                for index, (name, (mean, _)) in enumerate(moments.items())
+                for index, (name, mean) in enumerate(means.items())
             }
-            antithetic = {name: jnp.concatenate([value, -value]) for name, value in z.items()}
-            return jnp.mean(jax.vmap(at)(antithetic))
+            weights = jnp.full(2 * half, 0.5 / half, dtype)
+            return {name: jnp.concatenate([value, -value]) for name, value in draws.items()}, weights
         dimension = 1 + max(int(axis.max(initial=0)) for axis in rule.axes.values())
         grid, weights = product_grid(self.loss.num_nodes, dimension)
-        dtype = next(iter(moments.values()))[0].dtype
         z = {name: jnp.asarray(grid[:, axis][..., None], dtype) for name, axis in rule.axes.items()}
-        return jnp.sum(jnp.asarray(weights, dtype) * jax.vmap(at)(z))
+        return z, jnp.asarray(weights, dtype)
 
 
-def _posteriors(trace: Trace) -> dict[str, SparsePosterior]:
+def posteriors_of(trace: Trace) -> dict[str, SparsePosterior]:
     found = {name: unwrap(site["fn"]) for name, site in trace.items() if site["type"] == "sample"}
     return {name: q for name, q in found.items() if isinstance(q, SparsePosterior)}
 

@@ -20,7 +20,7 @@ from numpyro_sgp.predict import _draw_prior, _prior_at, _term_features, _terms, 
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-N, M, D, C, N_NEW, DRAWS = 7, 5, 2, 3, 4, 4000
+N, M, D, C, N_NEW, DRAWS = 7, 5, 2, 3, 4, 1500
 RNG = np.random.default_rng(70)
 X, Z, X_new = RNG.normal(size=(N, D)), RNG.normal(size=(M, D)), RNG.normal(size=(N_NEW, D))
 y = RNG.normal(size=N)

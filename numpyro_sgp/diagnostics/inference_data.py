@@ -108,11 +108,11 @@ def to_arviz(
         WAIC"; Yao, Vehtari, Simpson and Gelman (2018), "Yes, but did it work? Evaluating variational inference", for
         importance ratios of a variational posterior.
     """
-    az = _arviz()
+    az = arviz_module()
     if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
         msg = f"`num_samples` must be a positive integer, got {num_samples!r}."
         raise ValueError(msg)
-    params, mutable_state = _parameters(result)
+    params, mutable_state = fitted_values(result)
     kwargs = {**svi.static_kwargs, **model_kwargs}
     draws = _Draws(svi.model, svi.guide, params, mutable_state, rng_key, num_samples)
     outputs = draws.over_all_rows(model_args, kwargs, batch_size)
@@ -122,7 +122,7 @@ def to_arviz(
     return _as_arviz(az, groups)
 
 
-def _arviz() -> ModuleType:
+def arviz_module() -> ModuleType:
     try:
         import arviz as az
     except ImportError as error:
@@ -131,7 +131,7 @@ def _arviz() -> ModuleType:
     return az
 
 
-def _parameters(result: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def fitted_values(result: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     if isinstance(result, Mapping):
         return dict(result), {}
     params = getattr(result, "params", None)
@@ -206,7 +206,7 @@ class _Draws:
     def over_all_rows(self, args: tuple, kwargs: dict, batch_size: int | None) -> Outputs:
         """All draws for all rows, as NumPy arrays with a leading axis of draws."""
         plate = self._subsampling_plate(args, kwargs)
-        N, B = plate.args if plate is not None else (_num_rows(args, batch_size), batch_size)
+        N, B = plate.args if plate is not None else (num_rows(args, batch_size), batch_size)
         B = B if batch_size is None else batch_size
         if isinstance(B, bool) or (B is not None and (not isinstance(B, int) or B < 1)):
             msg = f"`batch_size` must be a positive integer or None, got {batch_size!r}."
@@ -218,7 +218,7 @@ class _Draws:
         B = min(cast(int, B), N)
         if plate is not None:
             return self._by_indices(plate.name, N, B, args, kwargs)
-        return self._by_arguments(N, B, args, _with_num_data(self.model, args, kwargs, N))
+        return self._by_arguments(N, B, args, with_num_data(self.model, args, kwargs, N))
 
     def _by_indices(self, plate: str, N: int, B: int, args: tuple, kwargs: dict) -> Outputs:
         fixed, dynamic = _partition((args, kwargs))
@@ -332,13 +332,13 @@ def _draw_process(
     except UnknownFamilyError:
         process = None
     if T is None:
-        return f, nan if process is None else _log_ratio_dense(params[f"{site}_{guide.prefix}_sites"], q, f)
+        return f, nan if process is None else log_ratio_dense(params[f"{site}_{guide.prefix}_sites"], q, f)
     epsilon = jax.random.normal(key_u, (*q.batch_shape, T.shape[-2]), dtype)
     f = f + matvec_transposed(T, epsilon)
-    return f, nan if process is None else _log_ratio(process, epsilon)
+    return f, nan if process is None else log_ratio(process, epsilon)
 
 
-def _log_ratio(process: ProcessPosterior, epsilon: Array) -> Array:
+def log_ratio(process: ProcessPosterior, epsilon: Array) -> Array:
     """The log ratio log q(v)/p(v) at v = m + Rᵀε: −½|ε|² + ½|v|² − log|R|."""
     R = cast(Array, process.R)
     m = matvec_transposed(process.L, process.a)
@@ -347,7 +347,7 @@ def _log_ratio(process: ProcessPosterior, epsilon: Array) -> Array:
     return 0.5 * (jnp.sum(v * v, axis=-1) - jnp.sum(epsilon * epsilon, axis=-1)) - log_R
 
 
-def _log_ratio_dense(sites: DatumSites, q: SparsePosterior, f: Array) -> Array:
+def log_ratio_dense(sites: DatumSites, q: SparsePosterior, f: Array) -> Array:
     """The log ratio log q(f)/p(f) = Σ_n log t_n(f_n) − log Z, with log Z = E_q[Σ_n log t_n(f_n)] − KL."""
     if sites.X.shape != q.prior.X.shape:
         return jnp.full(q.batch_shape, jnp.nan, f.dtype)
@@ -414,7 +414,7 @@ def _partition(tree: Any) -> tuple[Callable[[list], Any], list]:
     return fixed, [leaf for leaf, a in zip(leaves, is_array, strict=True) if a]
 
 
-def _num_rows(args: tuple, batch_size: int | None) -> int:
+def num_rows(args: tuple, batch_size: int | None) -> int:
     if batch_size is None:
         return 0
     _, arrays = _partition(args)
@@ -428,7 +428,7 @@ def _num_rows(args: tuple, batch_size: int | None) -> int:
     return rows.pop()
 
 
-def _with_num_data(model: Callable, args: tuple, kwargs: dict, N: int) -> dict:
+def with_num_data(model: Callable, args: tuple, kwargs: dict, N: int) -> dict:
     signature = inspect.signature(model)
     given = "num_data" in signature.bind_partial(*args).arguments or kwargs.get("num_data") is not None
     return {**kwargs, "num_data": N} if "num_data" in signature.parameters and not given else kwargs

@@ -1,0 +1,189 @@
+"""`psis_khat`: whether q(u, θ) covers the posterior it stands for."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+from numpyro import handlers
+from numpyro.infer import SVI
+
+from numpyro_sgp.conditionals.moments import moments
+from numpyro_sgp.diagnostics.inference_data import (
+    Result,
+    arviz_module,
+    fitted_values,
+    log_ratio,
+    log_ratio_dense,
+    num_rows,
+    with_num_data,
+)
+from numpyro_sgp.distributions import SparsePosterior, log_prob_of, unwrap
+from numpyro_sgp.elbo import Particle, QuadratureELBO
+from numpyro_sgp.linalg import matvec_transposed
+from numpyro_sgp.predict import process_of
+
+__all__ = ["log_importance_ratios", "pareto_smoothed", "psis_khat"]
+
+
+def psis_khat(
+    rng_key: Array,
+    svi: SVI,
+    result: Result | Mapping[str, Any],
+    *model_args: Any,
+    num_samples: int = 1000,
+    batch_size: int | None = None,
+    **model_kwargs: Any,
+) -> float:
+    """The Pareto k̂ of a sparse guide: below 0.7 its posterior can be trusted, and importance sampling would repair it.
+
+    The shape of the tail of the importance ratios of draws from q(u, θ),
+
+        log r = Σ_n E_{p(f_n | u, θ)}[log p(y_n | f_n, θ)] + log p(u, θ) − log q(u, θ).
+
+    Its target is the best posterior over inducing variables and hyperparameters, ∝ p(u, θ) exp Σ_n E[log p(y_n | f_n)],
+    so it judges whether q(u, θ) has the right form and has converged; what the inducing inputs leave out it does not
+    see: for that look at `trace_error`. With inducing inputs at the data, and for a dense posterior, the target is the
+    exact posterior. The mean of log r estimates the ELBO.
+
+    Args:
+        rng_key: a key.
+        svi: the fitted `SVI` object; its model and guide are used.
+        result: what `SVI.run` returned, or a dict of parameters.
+        model_args: arguments of the model: all of the data.
+        num_samples: number of draws.
+        batch_size: rows of a batch, as in `to_arviz`; None for all rows at once.
+        model_kwargs: keyword arguments of the model.
+
+    Raises:
+        ImportError: ArviZ is not installed.
+        TypeError: a posterior family without a Gaussian q(u) of its own.
+        ValueError: a GP on top of a GP, whose ratio has no closed form; a model that subsamples by itself.
+
+    References:
+        Yao, Vehtari, Simpson and Gelman (2018), "Yes, but did it work? Evaluating variational inference", section 2;
+        Titsias (2009), "Variational learning of inducing variables in sparse Gaussian processes", for the target.
+    """
+    az = arviz_module()
+    options = {"num_samples": num_samples, "batch_size": batch_size}
+    ratios = log_importance_ratios(rng_key, svi, result, *model_args, **options, **model_kwargs)
+    return float(pareto_smoothed(az, np.asarray(ratios))[1])
+
+
+def pareto_smoothed(az: Any, log_ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Smoothed and normalised log weights, (..., S), and k̂, (...), of log ratios, (..., S)."""
+    if az.__version__.startswith("0."):
+        weights, khat = az.psislw(np.array(log_ratios))
+    else:
+        from arviz_stats.base import array_stats
+
+        weights, khat = array_stats.psislw(-log_ratios)
+    return np.asarray(weights), np.asarray(khat)
+
+
+def log_importance_ratios(
+    rng_key: Array,
+    svi: SVI,
+    result: Result | Mapping[str, Any],
+    *model_args: Any,
+    num_samples: int = 1000,
+    batch_size: int | None = None,
+    **model_kwargs: Any,
+) -> Array:
+    """The log ratios log r of draws from q(u, θ), (num_samples,); see `psis_khat`."""
+    if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 2:
+        msg = f"`num_samples` must be an integer of at least 2, got {num_samples!r}. The default is 1000."
+        raise ValueError(msg)
+    params, mutable_state = fitted_values(result)
+    ratios = _Ratios(svi, {**params, **mutable_state})
+    kwargs = {**svi.static_kwargs, **model_kwargs}
+    keys = jax.random.split(rng_key, num_samples)
+    if batch_size is None:
+        ratios.check(model_args, kwargs, 0, 0)
+        return jax.lax.map(lambda key: ratios.one(key, model_args, kwargs), keys)
+    N = num_rows(model_args, batch_size)
+    B = min(batch_size, N)
+    kwargs = with_num_data(svi.model, model_args, kwargs, N)
+    leaves, structure = jax.tree.flatten(model_args)
+    ratios.check(structure.unflatten([leaf[:B] for leaf in leaves]), kwargs, N, B)
+
+    @jax.jit
+    def of_batch(keys: Array, batch: list[Array]) -> Array:
+        return jax.lax.map(lambda key: ratios.one(key, structure.unflatten(batch), kwargs), keys)
+
+    # A batch of B rows scales its likelihood by N/B, and the rest is the same for all batches: B/N weighs them.
+    batches = [[jnp.asarray(leaf[start : start + B]) for leaf in leaves] for start in range(0, N, B)]
+    parts = [len(batch[0]) / N * of_batch(keys, batch) for batch in batches]
+    return jnp.sum(jnp.stack(parts), axis=0)
+
+
+class _Ratios:
+    """Log importance ratios, one draw at a time."""
+
+    def __init__(self, svi: SVI, values: dict[str, Any]) -> None:
+        self.model, self.guide, self.values = svi.model, svi.guide, values
+        self.loss = svi.loss if isinstance(svi.loss, QuadratureELBO) else QuadratureELBO()
+
+    def _particle(self, key: Array, args: tuple, kwargs: dict) -> Particle:
+        # Guides take a mask of False for a prediction: parameters must be given, and nothing is fitted.
+        guide = handlers.mask(self.guide, mask=False)
+        return Particle(self.loss, key, self.values, self.model, guide, args, kwargs)
+
+    def one(self, key: Array, args: tuple, kwargs: dict) -> Array:
+        """The log ratio at the draw of (u, θ) that belongs to a key, whatever the rows in the arguments are."""
+        key, key_u = jax.random.split(key)
+        particle = self._particle(key, args, kwargs)
+        trace = particle.run_guide(particle.guide_key, {})
+        values, log_q = {}, jnp.zeros(())
+        for number, (name, site) in enumerate(list(trace.items())):
+            q = unwrap(site["fn"]) if site["type"] == "sample" else None
+            if isinstance(q, SparsePosterior):
+                given = self._given(name, q, jax.random.fold_in(key_u, number))
+                trace[name] = {**site, "fn": given, "value": given.mean}
+            elif q is not None:
+                log_q = log_q + jnp.sum(log_prob_of(site["fn"], site["value"]))
+                values[name] = trace.pop(name)["value"]
+        # Hyperparameters count by log p(θ) − log q(θ) at the draw, not by their divergence: the model observes them.
+        particle.model = handlers.condition(particle.model, data=values)
+        return particle.elbo_given(trace, frozenset())[0] - log_q
+
+    def _given(self, site: str, q: SparsePosterior, rng_key: Array) -> SparsePosterior:
+        """The process given a draw of u, with log q(u)/p(u) in the place of the divergence."""
+        process = process_of(self.guide, self.values, site, q)
+        A, T = q.moments.prior_root, q.moments.posterior_root
+        if T is None:  # the values at X are u
+            f = q.sample(rng_key) - q.prior.prior_mean
+            ratio = log_ratio_dense(self.values[f"{site}_{self.guide.prefix}_sites"], q, f + q.prior.prior_mean)
+            given = q.moments._replace(mean=f, variance=jnp.zeros_like(f), kl=ratio)
+        else:
+            epsilon = jax.random.normal(rng_key, (*q.batch_shape, T.shape[-2]), T.dtype)
+            mean = q.moments.mean + matvec_transposed(T, epsilon)
+            given = moments(mean, q.prior.kernel(q.prior.X), A, None, log_ratio(process, epsilon))
+        return SparsePosterior(q.prior, given, q.batch_shape)
+
+    def check(self, args: tuple, kwargs: dict, num_rows: int, batch_size: int) -> None:
+        """Raise where the ratio cannot be formed."""
+
+        def look(key: Array) -> None:
+            particle = self._particle(key, args, kwargs)
+            trace = particle.run_guide(particle.guide_key, {})
+            if particle.nested_parents(trace):
+                msg = (
+                    "The importance ratio of a GP on top of a GP has an expectation over functions in it that has no "
+                    "closed form. Use `to_arviz`, whose `sample_stats` have the ratio with the functions drawn too."
+                )
+                raise ValueError(msg)
+            plates = [site["args"] for site in particle.run_model(trace, {}).values() if site["type"] == "plate"]
+            sizes = {tuple(size) for size in plates if size[1] is not None and size[1] != size[0]}
+            wanted = {(num_rows, batch_size)} if batch_size < num_rows else set()
+            if sizes != wanted:
+                msg = (
+                    f"The model was given {batch_size} of {num_rows} rows and has plates that take {sorted(sizes)} of "
+                    "their (size, subsample size), so that the likelihood of all rows is not a sum over batches. Pass "
+                    "all rows as arguments; with `batch_size`, to a model whose plate has size `num_data`."
+                )
+                raise ValueError(msg)
+
+        jax.eval_shape(look, jax.random.key(0))
