@@ -18,7 +18,7 @@ from scipy.special import gammaln
 
 import numpyro_sgp as sgp
 
-pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.mathematics]
+pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.once]
 
 X = np.linspace(-2.0, 2.0, 11)[:, None]
 Y = np.array([1, 0, 2, 1, 3, 5, 8, 6, 3, 1, 2])

@@ -10,7 +10,7 @@ import pytest
 from numpyro_sgp import conditionals
 from numpyro_sgp.linalg import solve_lower, solve_lower_transposed, triangular_inverse
 
-pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.mathematics]
+pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.once]
 
 N, M, D, JITTER = 7, 5, 2, 1e-6
 RNG = np.random.default_rng(0)

@@ -12,7 +12,7 @@ import pytest
 from numpyro_sgp import conditionals, linalg
 from numpyro_sgp.conditionals.moments import whiten
 
-pytestmark = pytest.mark.mathematics
+pytestmark = pytest.mark.once
 
 N, M, D = 7, 5, 2
 RNG = np.random.default_rng(0)

@@ -173,7 +173,7 @@ def at_optimum_of_z_equal_x(name, model, guide, y, jitter):
     return {**params, "f_auto_m": m, "f_auto_S_sqrt": np.linalg.cholesky(S)}
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @every_guide
 @pytest.mark.usefixtures("x64")
 def test_with_inducing_inputs_at_the_data_every_guide_is_gp_regression(name):
@@ -202,7 +202,7 @@ def dense_loss(name, params, y, lengthscale, variance, noise, Z=Z):
     return -oracles.elbo(model.log_density(y, noise), m, S, prior.Kuu, prior.Kuf, prior.Kff, MEAN)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @every_guide
 @pytest.mark.usefixtures("x64")
 def test_the_gradient_of_hyperparameters_is_that_of_the_dense_bound_with_the_posterior_parameters_fixed(name):
@@ -219,7 +219,7 @@ def test_the_gradient_of_hyperparameters_is_that_of_the_dense_bound_with_the_pos
     assert_allclose(gradient["noise"], oracles.derivative(lambda t: dense(LENGTHSCALE, VARIANCE, NOISE + t)), rtol=1e-8)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @natural_guides
 @pytest.mark.usefixtures("x64")
 def test_an_update_moves_hyperparameters_along_the_gradient_at_the_old_sites(name):
@@ -281,7 +281,7 @@ def bernoulli_optimum(name, steps=60):
     return model, guide, y, svi.get_params(converged(svi, state, steps, X, y))
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.parametrize("name", NATURAL)
 @pytest.mark.usefixtures("x64")
 def test_at_the_optimum_of_the_e_step_the_gradient_of_hyperparameters_is_that_at_fixed_q_u(name):
@@ -315,7 +315,7 @@ def classification(X, y=None, num_data=None):
         numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_away_from_the_hyperparameters_of_the_e_step_fixed_sites_give_the_tighter_bound():
     # Figure 1 of Adam et al. (2021): per-datum and projected sites above q(v) fixed, and that above q(u) fixed.
@@ -359,7 +359,7 @@ def batches(kind):
     return [np.array(rows) for rows in itertools.combinations(range(N), 3)], N
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "kind"), [*[(name, "subsets") for name in MINIBATCH], ("whitened", "disjoint"), ("tied", "disjoint")]
 )
@@ -395,7 +395,7 @@ def subsampling(X, y=None, batch_size=None):
         numpyro.sample("y", dist.StudentT(3.0, f_batch, NOISE), obs=y_batch)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.parametrize("name", [*ONE_SITE_A_ROW, "tied", "natural"])
 @pytest.mark.usefixtures("x64")
 def test_natural_steps_on_rows_subsampled_in_the_model_average_to_those_on_all_rows(name):
@@ -437,6 +437,7 @@ def test_a_compiled_update_is_the_uncompiled_one_and_is_not_traced_again(name):
     assert len(model.traces) == traces
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["whitened", "per_datum"])
 @pytest.mark.usefixtures("x64")
 def test_a_long_run_traces_the_model_no_more_often_than_a_short_one(name):
@@ -450,7 +451,7 @@ def test_a_long_run_traces_the_model_no_more_often_than_a_short_one(name):
     assert traces(20) == traces(2)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.parametrize("enabled", [False, True])
 @every_guide
 def test_a_float32_fit_stays_float32_and_its_loss_is_the_dense_bound(name, enabled):
@@ -476,6 +477,7 @@ def test_a_float32_fit_stays_float32_and_its_loss_is_the_dense_bound(name, enabl
     assert_allclose(loss, -bound, rtol=1e-5)
 
 
+@pytest.mark.once
 @every_guide
 @pytest.mark.usefixtures("x64")
 def test_a_pickled_guide_and_parameters_predict_the_same_at_another_number_of_rows(name):

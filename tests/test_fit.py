@@ -84,6 +84,7 @@ def interrupt_at(step):
 # The steps
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("guide_name", ["whitened", "tied", "per_datum"])
 def test_full_batches_are_svi_run(guide_name):
@@ -94,6 +95,7 @@ def test_full_batches_are_svi_run(guide_name):
         assert_allclose(found, wanted, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("guide_name", ["whitened", "tied"])
 def test_minibatches_are_updates_on_the_rows_of_permutations(guide_name):
@@ -110,6 +112,7 @@ def test_minibatches_are_updates_on_the_rows_of_permutations(guide_name):
     assert_array_equal(jax.random.key_data(result.state.rng_key), jax.random.key_data(state.rng_key))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "optim",
     [numpyro.optim.Adam(1e-2), optax.chain(optax.clip(10.0), optax.adam(optax.cosine_decay_schedule(1e-1, 50)))],
@@ -149,6 +152,7 @@ def test_the_order_of_rows_is_the_same_in_all_versions():
 ORDER = [[2, 4, 1], [0, 3, 5], [3, 6, 0], [5, 2, 1]]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("guide_name", ["whitened", "per_datum"])
 def test_how_steps_fall_into_dispatches_cannot_change_a_result(guide_name, monkeypatch):
     # Sites of a dense posterior hold the data twice in the state, which is donated.
@@ -194,6 +198,7 @@ def test_data_have_the_precision_of_the_calling_thread(x64):
     assert set(seen) == {np.dtype("f8" if x64 else "f4")}
 
 
+@pytest.mark.once
 def test_a_memmap_gives_what_an_array_gives_and_is_not_read_as_a_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(batches_module, "_CHUNK_BYTES", 2**20)
     rows, columns = 256, 2**15  # 32 MiB in float32, of which a step takes one part in 128
@@ -380,6 +385,7 @@ def test_a_callback_that_returns_true_stops_the_run():
     assert result.losses.shape == (7,)
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("guide_name", ["whitened", "tied"])
 def test_a_callback_evaluates_held_out_data_on_the_scale_of_the_training_data(guide_name):
@@ -462,6 +468,7 @@ def test_a_run_is_lengthened_by_asking_for_more_steps(tmp_path):
     assert_equal_results(run(linear_svi(), num_steps=12, checkpoint=tmp_path), run(linear_svi(), num_steps=12))
 
 
+@pytest.mark.once
 def test_early_stopping_survives_an_interruption(tmp_path):
     def run(*others, **options):
         stopping = EarlyStopping((X, Y), every=10, patience=4, min_improvement=1e9)

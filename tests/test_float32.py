@@ -32,7 +32,7 @@ from numpyro_sgp.inducing import InducingPoints
 from numpyro_sgp.kernels import SquaredExponential
 from numpyro_sgp.sites import DatumSites
 
-pytestmark = pytest.mark.mathematics
+pytestmark = pytest.mark.once
 
 # Four columns: from there on distances are made of matrix products, which cancel where inputs are far from the origin.
 N, M, D = 600, 512, 4

@@ -62,7 +62,7 @@ def check_moments(draws, mean, covariance):
 # The process.
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @all_guides
 def test_the_process_has_the_guides_posterior_at_any_inputs(name):
     guide, params = made(name)
@@ -97,7 +97,7 @@ def test_many_batches_are_predicted_without_a_factorisation():
 # Function draws.
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @all_guides
 def test_function_draws_have_the_mean_and_covariance_of_the_posterior(name):
     guide, params = made(name)
@@ -131,7 +131,7 @@ def test_the_method_of_the_guide_is_the_function():
     assert_array_equal(by_method(X_new), by_function(X_new))
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 def test_predictive_posterior_and_function_draws_agree_when_hyperparameters_are_random():
     guide = GUIDES["tied"](hierarchical, Z)
     params = arbitrary_parameters(hierarchical, guide, X, y)
@@ -170,7 +170,7 @@ def kernel_each(X, Y=None):
         numpyro.sample("y", dist.Normal(f.T, NOISE).to_event(1), obs=None if Y is None else Y.T)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.parametrize(("model", "name"), [(shared_kernel, "whitened"), (kernel_each, "dense")])
 def test_latents_of_a_batch_are_drawn_independently_each_with_its_own_moments(model, name):
     guide = GUIDES[name](model, Z)
@@ -185,7 +185,7 @@ def test_latents_of_a_batch_are_drawn_independently_each_with_its_own_moments(mo
     check_moments(draws.reshape(DRAWS, size), np.ravel(q.mean), covariance.reshape(size, size))
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 def test_two_sites_are_drawn_with_their_own_inputs():
     def model(X, y):
         f = numpyro.sample("f", sgp.GaussianProcess(Matern52(1.1, 0.8), X))
@@ -224,7 +224,7 @@ def test_functions_are_differentiated_and_compiled_once():
     assert np.all(np.asarray(other(X_new)) != np.asarray(f(X_new)))
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 def test_float32_draws_are_float32_and_have_the_moments():
     with jax.enable_x64(False):
         X32, Z32 = X.astype(np.float32), Z.astype(np.float32)
@@ -258,7 +258,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.parametrize("name", KERNELS)
 def test_draws_of_the_prior_have_the_kernel_as_covariance_with_any_number_of_features(name):
     kernel, inputs = KERNELS[name], jnp.asarray(X)
@@ -266,7 +266,7 @@ def test_draws_of_the_prior_have_the_kernel_as_covariance_with_any_number_of_fea
     check_moments(draw(jax.random.split(jax.random.key(4), 20_000)), np.zeros(N), np.asarray(kernel(X, X)))
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["Linear", "SquaredExponential"])
 def test_prior_draws_of_a_batch_of_latents_are_independent(name):
     kernel, inputs = KERNELS[name], jnp.asarray(X[:3])
@@ -276,7 +276,7 @@ def test_prior_draws_of_a_batch_of_latents_are_independent(name):
     check_moments(draws, np.zeros(6), np.block([[K, zero], [zero, K]]))
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["Constant", "Linear", "Polynomial"])
 def test_kernels_of_finite_rank_have_exact_features(name):
     (term,) = _terms(KERNELS[name])
@@ -305,7 +305,7 @@ def functions_of(model, num_samples=3):
     return sample_functions(guide, jax.random.key(1), params, X, num_samples=num_samples)["f"]
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 def test_means_follow_each_draw_of_their_parameters():
     far = np.full((1, D), 1e4)  # no data here: the posterior is the prior
 

@@ -104,7 +104,7 @@ def test_cavities_of_a_gaussian_likelihood_are_exact_leave_one_out(name):
     assert_allclose(loo[P], in_sample - np.sum(exact), rtol=1e-3)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["natural", "dense"])
 def test_cavities_of_counts_are_close_to_fitting_without_each_datum(name):
     # keep is an argument, so that all fits share one program.
@@ -133,7 +133,7 @@ def test_cavities_of_counts_are_close_to_fitting_without_each_datum(name):
 
 
 @pytest.mark.slow
-@pytest.mark.mathematics
+@pytest.mark.once
 def test_cavities_of_banana_are_within_a_twentieth_of_a_nat_of_fitting_again():
     table = np.loadtxt(Path(__file__).parents[1] / "benchmarks" / "data" / "banana.csv", delimiter=",", skiprows=3)
     X, y = table[:, :2], table[:, 2]
@@ -211,7 +211,7 @@ def three_latents(X, y=None):
         numpyro.sample("y", dist.Normal(f.sum(0), NOISE), obs=y)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("model", "tolerance"), [(two_latents, 1e-6), (three_latents, 0.1)], ids=["product grid", "draws"]
 )
@@ -231,7 +231,7 @@ def test_each_latent_of_a_datum_has_its_own_cavity(model, tolerance):
     assert_allclose(pointwise(loo), stats.norm.logpdf(y, mean, np.sqrt(variance)), atol=tolerance)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 def test_outputs_with_a_latent_each_are_left_out_one_by_one_and_masked_ones_are_absent():
     Y, keep = np.stack([y, y[::-1]]), np.ones((2, N), bool)
     keep[1, 3:6] = False
@@ -292,7 +292,7 @@ def test_the_ratio_of_the_best_posterior_is_the_bound_at_every_draw(name):
     assert_allclose(ratios, titsias(y, name), atol=1e-5)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 def test_batches_of_rows_have_the_ratios_of_all_rows():
     svi, result = fitted(poisson, sgp.AutoTSVGP(poisson, Z), X, counts, steps=5)
     whole = log_importance_ratios(jax.random.key(1), svi, result, X, counts, num_samples=5)
@@ -308,7 +308,7 @@ def hierarchical(X, y=None):
         numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 def test_the_mean_ratio_is_the_bound_with_random_hyperparameters_too():
     svi, result = fitted(hierarchical, sgp.AutoTSVGP(hierarchical, Z), X, counts, steps=20)
     ratios = np.asarray(log_importance_ratios(jax.random.key(1), svi, result, X, counts, num_samples=2000))
@@ -328,7 +328,7 @@ def test_khat_tells_a_right_posterior_from_a_broken_one():
     assert psis_khat(jax.random.key(1), svi, broken, X, counts) > 0.7
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 def test_point_estimates_count_by_their_prior_density():
     guide = sgp.AutoTSVGP(hierarchical, Z, base=AutoDelta)
     svi, result = fitted(hierarchical, guide, X, counts, steps=20)
@@ -383,7 +383,7 @@ def test_transforms_of_counts_are_randomised_to_be_uniform():
 
 
 @pytest.mark.slow
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.parametrize("likelihood", ["normal", "poisson", "bernoulli"])
 def test_intervals_cover_what_was_simulated(likelihood):
     # New outcomes of new functions, given the model they come from: 90 % intervals hold 90 % of them.

@@ -216,7 +216,7 @@ def batches():
 BATCHES = batches()
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.usefixtures("x64", "strict_promotion")
 @pytest.mark.parametrize(("kernel", "fields"), BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("batched_inputs", [False, True])
@@ -375,6 +375,7 @@ def test_warp_is_the_kernel_of_the_features():
     assert_allclose(k(np.stack([X, X + 1]), Z), np.stack([k(X, Z), k(X + 1, Z)]), rtol=1e-12)
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_warp_by_a_closure_over_traced_values_has_their_gradient():
     X, Z, W = inputs(N), inputs(M, seed=1), inputs(D, 4, seed=2)
@@ -513,7 +514,7 @@ def test_gradients_at_coincident_points_are_finite(kernel, dtype, width):
         assert_array_equal(jnp.isfinite(gradient), True)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("kernel", SMOOTH)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -551,7 +552,7 @@ def test_prior_variance_of_the_slope_is_right_at_distance_zero(kernel, curvature
     assert_allclose(second, 1.7 * curvature * np.diag(lengthscale**-2.0), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("kernel", "oracle", "args"),

@@ -79,7 +79,7 @@ def per_latent(params, c):
 # Latents under plates and batches of kernels.
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @all_guides
 def test_independent_latents_under_a_plate_give_the_sum_of_single_latent_bounds(name):
     def together(X, Y):
@@ -94,7 +94,7 @@ def test_independent_latents_under_a_plate_give_the_sum_of_single_latent_bounds(
     assert_allclose(loss_at(params, together, guide, X, Y), sum(parts), rtol=1e-10)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @all_guides
 def test_a_batch_of_kernels_gives_the_sum_of_the_bounds_of_each_kernel(name):
     lengthscales, variances = np.array([[0.5], [1.0], [2.0]]), np.array([0.3, 1.0, 2.0])
@@ -152,7 +152,7 @@ def only_g(X, y):
         numpyro.sample("y1", dist.Normal(g, NOISE), obs=y)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @all_guides
 def test_two_sites_with_their_own_outputs_give_the_sum_of_two_bounds(name):
     inducing = {"f": Z, "g": Z[:3, :1]}
@@ -237,7 +237,7 @@ def log_prior(noise, intercept, effect, lengthscale):
 OTHER_LATENTS = ("noise", "intercept", "effect", "lengthscale")
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @all_guides
 def test_with_point_estimates_of_other_latents_the_bound_is_the_closed_form(name):
     guide = GUIDES[name](with_other_latents, Z, base=AutoDelta)
@@ -322,7 +322,7 @@ def type_two(X, y=None):
         numpyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @all_guides
 def test_parameters_of_the_model_are_trained_as_hyperparameters(name):
     guide = GUIDES[name](type_two, Z)
@@ -366,6 +366,7 @@ def test_a_warped_kernel_is_its_base_kernel_at_warped_inputs(name):
     )
 
 
+@pytest.mark.once
 @two_guides
 def test_the_network_of_a_warped_kernel_is_trained(name):
     def warped(X, y=None):
@@ -405,6 +406,7 @@ def test_masked_outputs_count_as_dropped_rows(name, missing):
     assert_allclose(loss_at(params, masked, guide, X, with_missing, observed), dropped, rtol=1e-10)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", MINIBATCH)
 def test_a_training_step_with_masked_outputs_is_the_step_with_rows_dropped(name):
     def step(model, *args):
@@ -449,7 +451,7 @@ def test_obs_mask_makes_missing_outputs_latent(name):
     )
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @all_guides
 def test_scaling_the_likelihood_is_replicating_the_data(name):
     def scaled(X, y):
@@ -521,7 +523,7 @@ def test_guide_and_model_see_the_same_random_subsample(name):
     assert len(np.unique(np.round(drawn, 8))) > 15  # 40 draws of 35 subsets: the expected number is 24
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.parametrize("model", [gaussian, subsampling], ids=["external", "inside"])
 def test_training_on_minibatches_comes_close_to_the_optimum(model):
     # The optimum for fixed hyperparameters: one full natural step on a Gaussian likelihood.
@@ -554,7 +556,7 @@ def local_latents(X, y=None, batch=BATCH):
         numpyro.sample("y", dist.Normal(f_batch + offset, NOISE), obs=y_batch)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @two_guides
 def test_the_mean_over_all_subsamples_with_local_latents_is_the_full_loss(name):
     guide = GUIDES[name](local_latents, Z, base=AutoDelta)
@@ -571,6 +573,7 @@ def test_the_mean_over_all_subsamples_with_local_latents_is_the_full_loss(name):
     assert_allclose(np.mean(losses), full, rtol=1e-10)
 
 
+@pytest.mark.once
 @two_guides
 def test_local_latents_under_a_subsampled_plate_are_trained(name):
     guide = GUIDES[name](local_latents, Z, base=AutoNormal)
@@ -735,7 +738,7 @@ def deep(X, y=None):
         numpyro.sample("y", dist.Normal(f, 0.2), obs=y)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @two_guides
 def test_a_two_layer_deep_gp_trains_and_predicts_its_data(name):
     rng = np.random.default_rng(5)
@@ -754,6 +757,7 @@ def test_a_two_layer_deep_gp_trains_and_predicts_its_data(name):
 # Particles and the ways SVI is driven.
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("vectorize", [True, False], ids=["vmap", "map"])
 def test_the_loss_of_several_particles_is_the_mean_over_their_keys(vectorize):
     guide = GUIDES["tied"](with_other_latents, Z)

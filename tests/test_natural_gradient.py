@@ -58,7 +58,7 @@ def fitted(name, likelihood, steps, *options, **more):
     return model, guide, svi, state, -svi.evaluate(state, X, model.y)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "likelihood"),
     [
@@ -85,7 +85,7 @@ def test_the_fixed_point_is_the_optimum_of_the_dense_bound_and_below_the_evidenc
     assert sgp.num_refused(state) == 0
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.parametrize("name", [name for name in NATURAL if name != "dense"])
 @pytest.mark.usefixtures("x64")
 def test_without_a_floor_the_fixed_point_is_the_optimum_for_outliers_too(name):
@@ -107,7 +107,7 @@ def two_classes(X, y=None):
         numpyro.sample("y", dist.Categorical(logits=f.T), obs=y)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["natural", "tied", "per_datum", "dense"])
 @pytest.mark.usefixtures("x64")
 def test_the_fixed_point_of_two_latents_for_each_datum_is_the_optimum_of_the_dense_bound(name):
@@ -137,7 +137,7 @@ def three_classes(X, y=None):
         numpyro.sample("y", dist.Categorical(logits=f.T), obs=y)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_the_fixed_point_of_three_classes_is_the_optimum_of_the_same_sampled_bound():
     # One key for all evaluations: the draws, and so the bound, are the same for both guides. A sampled bound has
@@ -194,7 +194,7 @@ def symmetric(rng, M):
     return 0.5 * (root + root.T)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.parametrize("name", TIED)
 @pytest.mark.usefixtures("x64")
 def test_the_direction_is_the_gradient_with_respect_to_expectation_parameters(name):
@@ -219,7 +219,7 @@ def test_the_direction_is_the_gradient_with_respect_to_expectation_parameters(na
     assert_allclose(np.sum(direction1 * move1) + np.sum(direction2 * move2), expected, rtol=1e-7)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.parametrize("name", TIED)
 @pytest.mark.usefixtures("x64")
 def test_the_direction_is_the_inverse_fisher_matrix_times_the_gradient(name):
@@ -269,7 +269,7 @@ def target(name, model, y, params, floor):
     return a @ g1, (a * floored) @ a.T, beta
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "floor"), [*[(name, 0.3) for name in NATURAL], *[("tied", floor) for floor in (None, 0.0)]]
 )

@@ -76,6 +76,7 @@ def check_moments(draws, mean, covariance):
 # Draws against moments.
 
 
+@pytest.mark.once
 @all_guides
 def test_predictive_draws_at_new_inputs_have_the_moments_of_the_posterior(name):
     guide = GUIDES[name](plain, Z)
@@ -88,7 +89,7 @@ def test_predictive_draws_at_new_inputs_have_the_moments_of_the_posterior(name):
     check_moments(draws["y"], q.mean, q.covariance() + NOISE**2 * np.eye(N_NEW))
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @all_guides
 def test_the_posterior_at_some_inputs_is_a_block_of_that_at_more(name):
     guide = GUIDES[name](plain, Z)
@@ -104,7 +105,7 @@ def test_the_posterior_at_some_inputs_is_a_block_of_that_at_more(name):
     assert_allclose(at_more.kl, at_some.kl, rtol=1e-12)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["whitened", "per_datum"])
 def test_joint_draws_have_the_posterior_covariance_whatever_their_sample_shape(name):
     guide = GUIDES[name](plain, Z)
@@ -145,6 +146,7 @@ def test_draws_of_f_go_with_the_draws_of_the_hyperparameters():
 # Medians and quantiles.
 
 
+@pytest.mark.once
 @all_guides
 def test_median_and_quantiles_are_the_closed_form(name):
     levels = np.array([0.05, 0.5, 0.9])
@@ -178,6 +180,7 @@ def test_median_and_quantiles_without_other_latents_are_those_of_the_gp():
     assert_allclose(guide.quantiles(params, 0.975, X_new)["f"], q.mean + 1.959963985 * np.sqrt(q.variance), rtol=1e-8)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("base", [AutoDelta, AutoMultivariateNormal])
 def test_the_median_of_other_bases_is_their_own(base):
     guide = GUIDES["tied"](continuous, Z, base=base)
@@ -268,6 +271,7 @@ def test_a_guide_built_in_a_new_process_predicts_the_same_from_params_alone(case
         assert np.issubdtype(y_draws.dtype, np.integer)
 
 
+@pytest.mark.once
 def test_an_autoguide_of_the_user_predicts_outcomes_by_the_likelihood_in_a_fresh_guide():
     def fresh():
         return GUIDES["tied"](continuous, Z, base=AutoNormal(handlers.block(continuous, hide=["f"])))
@@ -311,6 +315,7 @@ def test_predicting_elsewhere_does_not_change_what_a_guide_trains_on(name):
     assert_allclose(guide.posterior(jax.random.key(0), params, X_new)["f"].mean, first, rtol=1e-12)
 
 
+@pytest.mark.once
 def test_a_compiled_init_leaves_no_tracer_where_prediction_meets_it():
     guide = GUIDES["tied"](continuous, Z)
     svi = SVI(continuous, guide, optimizer("tied"), sgp.QuadratureELBO())

@@ -194,6 +194,7 @@ def test_a_gp_on_a_gp_is_integrated_given_draws_of_the_inner_one():
     assert abs(draws.mean() - values.mean()) < 5.0 * error
 
 
+@pytest.mark.once
 def test_several_particles_are_an_average():
     def sampled(X, y=None):
         scale = numpyro.sample("scale", dist.LogNormal(0.0, 0.5))

@@ -68,7 +68,7 @@ def test_the_variational_bound_is_below_the_evidence_and_the_others_need_not_be(
     assert site(bound="titsias").log_prob(Y) < site(bound="dtc").log_prob(Y)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.parametrize("bound", EVIDENCE)
 @pytest.mark.usefixtures("x64")
 def test_gradients_are_those_of_the_dense_bound(bound):
@@ -92,7 +92,7 @@ def test_gradients_are_those_of_the_dense_bound(bound):
     assert_allclose(along, got, rtol=1e-10)
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 def test_float32_keeps_its_digits_where_the_noise_is_small():
     # w y² − |c|² would lose log10(1e4 · 60) ≈ 6 of the 7 digits here.
     rng = np.random.default_rng(0)
@@ -173,6 +173,7 @@ def test_the_optimal_posterior_is_the_dense_one(bound):
     assert np.all(abs(products.mean(0) - covariance) < 5.0 * products.std(0) / np.sqrt(n))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", NATURAL)
 @pytest.mark.usefixtures("x64")
 def test_the_optimal_posterior_is_one_natural_step_of_every_guide(name):
@@ -238,7 +239,7 @@ def test_a_model_can_predict_from_its_own_regression():
 # Inference over hyperparameters.
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_type_ii_maximum_likelihood_with_auto_delta_is_the_optimum_of_the_dense_bound():
     inputs, at = problems.inputs(40, 5), problems.inputs(8, 6)

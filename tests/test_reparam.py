@@ -65,7 +65,7 @@ def test_gradients_are_finite_where_the_residual_vanishes():
     assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(gradients))
 
 
-@pytest.mark.mathematics
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_stock_autoguide_finds_the_posterior_of_the_dtc_model():
     # The posterior of v is Gaussian, so that the Laplace approximation of it is exact.
