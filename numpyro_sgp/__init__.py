@@ -5,9 +5,10 @@ The model says what is believed, the guide how it is approximated.
 
 from importlib.metadata import PackageNotFoundError, version
 
+from numpyro_sgp import diagnostics as diagnostics
 from numpyro_sgp import kernels as kernels
 from numpyro_sgp.autoguide import AutoSparseGP
-from numpyro_sgp.diagnostics import to_arviz
+from numpyro_sgp.diagnostics.inference_data import to_arviz
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
 from numpyro_sgp.elbo import QuadratureELBO
 from numpyro_sgp.fitting import (
@@ -63,6 +64,7 @@ __all__ = [
     "SparsePosterior",
     "Unwhitened",
     "Whitened",
+    "diagnostics",
     "fit",
     "greedy_variance",
     "kernels",

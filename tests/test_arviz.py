@@ -22,7 +22,7 @@ import pytest
 from scipy import stats
 
 import numpyro_sgp as sgp
-from numpyro_sgp.diagnostics import to_arviz
+from numpyro_sgp.diagnostics.inference_data import to_arviz
 from numpyro_sgp.kernels import Matern52, SquaredExponential
 
 pytestmark = pytest.mark.usefixtures("x64")

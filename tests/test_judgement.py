@@ -18,7 +18,7 @@ import pytest
 from scipy import stats
 
 import numpyro_sgp as sgp
-from numpyro_sgp.diagnostics import calibration, loo_cavity, psis_khat, to_arviz
+from numpyro_sgp.diagnostics import calibration, loo_cavity, psis_khat
 from numpyro_sgp.diagnostics.importance import log_importance_ratios
 from numpyro_sgp.kernels import SquaredExponential
 
@@ -469,7 +469,7 @@ def test_a_mistake_raises_and_the_message_says_what_to_do(fn, model, args, optio
 
 def test_calibration_names_the_outcomes_and_checks_its_levels():
     svi, result = fitted(normal, sgp.AutoTSVGP(normal, Z), X, y)
-    data = to_arviz(jax.random.key(1), svi, result, X, y, num_samples=50)
+    data = sgp.to_arviz(jax.random.key(1), svi, result, X, y, num_samples=50)
     assert calibration(data).pit.shape == (N,)
     with pytest.raises(ValueError, match=r"one of the outcomes \['y'\]"):
         calibration(data, "z")
