@@ -102,6 +102,7 @@ class Batches:
         rows: N.
         batch_size: B.
         order: the key of the permutations, four words.
+        positions: which rows of each batch are gathered here, ascending, or None for all.
         epoch: that of `permutation`.
     """
 
@@ -110,18 +111,21 @@ class Batches:
     rows: int
     batch_size: int
     order: np.ndarray
+    positions: np.ndarray | None = None
     epoch: int = -1
     permutation: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, int))
 
     @classmethod
-    def of(cls, rng_key: Array, data: Any, rows: int, batch_size: int) -> "Batches":
+    def of(
+        cls, rng_key: Array, data: Any, rows: int, batch_size: int, positions: np.ndarray | None = None
+    ) -> "Batches":
         order = jax.random.bits(jax.random.fold_in(rng_key, _ORDER_STREAM), (4,), np.uint32)
         if isinstance(order, Tracer):
             raise TypeError(TRACED)
         data = jax.tree.map(lambda leaf: leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf), data)
         # The precision is this thread's setting, so it is looked up here and not where rows are gathered.
         dtypes = jax.tree.map(lambda leaf: jax.dtypes.canonicalize_dtype(leaf.dtype), data)
-        return cls(data, dtypes, rows, batch_size, np.asarray(order))
+        return cls(data, dtypes, rows, batch_size, np.asarray(order), positions)
 
     @property
     def full(self) -> bool:
@@ -144,14 +148,24 @@ class Batches:
             self.epoch = epoch
         return self.permutation[position * self.batch_size : (position + 1) * self.batch_size]
 
+    def first(self) -> Any:
+        """The whole batch of the first step, (B, …)."""
+        whole = self if self.positions is None else dataclasses.replace(self, positions=None)
+        return jax.tree.map(lambda leaf: leaf[0], whole.chunk(0, 1, 1))
+
     def chunk(self, first: int, count: int, length: int) -> Any:
-        """Batches of the steps first … first + count − 1, (length, B, …), arbitrary beyond; all rows if B = N."""
+        """Batches of the steps first … first + count − 1, (length, B, …), arbitrary beyond; one, of all rows, if B = N.
+
+        With `positions` only those of the B rows.
+        """
+        here = slice(None) if self.positions is None else self.positions
         if self.full:
-            return jax.tree.map(lambda leaf, dtype: np.asarray(leaf, dtype)[None], self.data, self.dtypes)
-        rows = np.concatenate([self.indices(step) for step in range(first, first + count)])
+            return jax.tree.map(lambda leaf, dtype: np.asarray(leaf[here], dtype)[None], self.data, self.dtypes)
+        size = self.batch_size if self.positions is None else len(self.positions)
+        rows = np.concatenate([self.indices(step)[here] for step in range(first, first + count)])
 
         def gather(leaf: np.ndarray, dtype: Any) -> np.ndarray:
-            batches = np.empty((length * self.batch_size, *leaf.shape[1:]), dtype)
+            batches = np.empty((length * size, *leaf.shape[1:]), dtype)
             if isinstance(leaf, np.memmap):
                 ascending = np.argsort(rows)  # reads the file from front to back
                 batches[ascending] = leaf[rows[ascending]]
@@ -159,6 +173,6 @@ class Batches:
                 np.take(leaf, rows, axis=0, out=batches[: len(rows)], mode="clip")  # "raise" would copy once more
             else:
                 batches[: len(rows)] = leaf[rows]
-            return batches.reshape(length, self.batch_size, *leaf.shape[1:])
+            return batches.reshape(length, size, *leaf.shape[1:])
 
         return jax.tree.map(gather, self.data, self.dtypes)

@@ -18,6 +18,7 @@ from numpyro.infer.svi import SVIRunResult
 from numpyro_sgp.fitting.batches import Batches, checked_batch_size, checked_rows, positive
 from numpyro_sgp.fitting.callbacks import AbstractCallback, FitProgress, as_callbacks
 from numpyro_sgp.fitting.checkpoint import Checkpoint, read_checkpoint
+from numpyro_sgp.fitting.devices import AbstractPlacement, checked_placement
 from numpyro_sgp.fitting.program import Arguments, Program, initial_state
 
 __all__ = ["fit"]
@@ -39,6 +40,7 @@ def fit(
     callback: Callable[[FitProgress], bool | None] | Sequence[Callable[[FitProgress], bool | None]] | None = None,
     checkpoint: str | os.PathLike | Checkpoint | None = None,
     stable_update: bool = False,
+    sharding: jax.sharding.Sharding | None = None,
 ) -> SVIRunResult:
     """Train on minibatches: `SVI.run` for data that stay on the host, in memory or in files.
 
@@ -63,14 +65,21 @@ def fit(
             that of a run without interruption, bit for bit on the same machine and versions; if not, the run starts
             anew (from `init_state` where that is given). A run that a callback stopped goes on only without callbacks.
         stable_update: as in `SVI.run`: leave out steps whose loss or gradient is not finite, for any optimizer.
+        sharding: how the rows of a batch are laid over devices, a `NamedSharding` such as
+            `NamedSharding(Mesh(jax.devices(), ("data",)), PartitionSpec("data"))`; the state is on each of them. If the
+            devices are those of several processes, all call `fit` alike, with all N rows, of which each reads those of
+            its own devices; the first writes checkpoints, all need to see its folder, and the answers of its callbacks
+            count. Results are those of one device to rounding.
 
     Returns:
         Constrained parameters, last state, and the loss of every step, (num_steps,) or fewer where a callback stopped.
 
     Raises:
-        ValueError: the entries of `data` have different numbers of rows, or none; `batch_size` is not in 1 … N; both
-            or none of `num_steps` and `num_epochs`; a checkpoint that cannot be read or is of another run.
-        TypeError: `data` has entries that are not arrays; the model cannot take the arguments; `fit` is traced.
+        ValueError: the entries of `data` have different numbers of rows, or none; `batch_size` is not in 1 … N, or no
+            multiple of the number of devices; both or none of `num_steps` and `num_epochs`; a checkpoint that cannot be
+            read or is of another run; processes that call `fit` differently.
+        TypeError: `data` has entries that are not arrays; the model cannot take the arguments; `fit` is traced;
+            `sharding` is not a `NamedSharding`.
 
     Example:
         >>> import jax, numpy as np, numpyro, numpyro.distributions as dist, optax, numpyro_sgp as sgp
@@ -90,10 +99,12 @@ def fit(
     batch_size = checked_batch_size(batch_size, rows)
     num_steps = _checked_num_steps(num_steps, num_epochs, rows // batch_size)
     arguments = Arguments.of(svi, data, rows)
-    batches = Batches.of(rng_key, data, rows, batch_size)
+    placement = checked_placement(sharding, batch_size, rows)
+    batches = Batches.of(rng_key, data, rows, batch_size, placement.positions)
     callbacks = as_callbacks(callback, num_steps)
     files = checkpoint if isinstance(checkpoint, Checkpoint) or checkpoint is None else Checkpoint(checkpoint)
 
+    placement.check_alike(_facts(batches, num_steps, callbacks, files))
     run = _Run(
         {
             "batch_size": np.asarray(batch_size),
@@ -104,13 +115,32 @@ def fit(
         callbacks,
         files,
         initial_state(svi, rng_key, init_state, arguments, batches),
+        placement,
     )
-    program = Program(svi, arguments, run.state, batches, stable_update)
+    program = Program(svi, arguments, run.state, batches, placement, stable_update)
     run.begin(program.loss_dtype, num_steps)
-    with _progress(progress_bar, run, num_steps, program.counts_refused) as show:
+    with _progress(progress_bar and placement.leads, run, num_steps, program.counts_refused) as show:
         _steps(program, batches, run, num_steps, show)
-    losses = jnp.asarray(run.losses[: run.step])
-    return SVIRunResult(svi.get_params(run.state), run.state, losses)
+    state = run.state if placement.outputs is None else placement.own(run.state)
+    return SVIRunResult(svi.get_params(state), state, jnp.asarray(run.losses[: run.step]))
+
+
+def _facts(
+    batches: Batches, num_steps: int, callbacks: list[AbstractCallback], files: Checkpoint | None
+) -> dict[str, Any]:
+    """What must be alike in all processes of a run, by the names that a user knows it by."""
+    leaves = jax.tree.leaves(batches.data)
+    return {
+        "`rng_key`": batches.order.tolist(),
+        "`batch_size`": batches.batch_size,
+        "`num_steps`": num_steps,
+        "the shapes of `data`": [leaf.shape for leaf in leaves],
+        # Processes that hold a part of the data each have parts of the same shape.
+        "the first row of `data`": [leaf[0].tolist() for leaf in leaves],
+        "the last row of `data`": [leaf[-1].tolist() for leaf in leaves],
+        "when to call `callback`": [callback.every for callback in callbacks],
+        "when to write a `checkpoint`": files and files.every,
+    }
 
 
 def _checked_num_steps(num_steps: int | None, num_epochs: int | None, steps_per_epoch: int) -> int:
@@ -123,11 +153,6 @@ def _checked_num_steps(num_steps: int | None, num_epochs: int | None, steps_per_
     return positive("num_epochs", num_epochs, "Or give `num_steps`.") * steps_per_epoch
 
 
-@jax.jit
-def _copied(tree: Any) -> Any:
-    return jax.tree.map(jnp.copy, tree)
-
-
 class _Run:
     """What changes during a run, and what a checkpoint holds."""
 
@@ -137,7 +162,9 @@ class _Run:
         callbacks: list[AbstractCallback],
         files: Checkpoint | None,
         state: Any,
+        placement: AbstractPlacement,
     ) -> None:
+        self.placement = placement
         self.identity = identity
         self.callbacks = callbacks
         self.files = files
@@ -151,11 +178,13 @@ class _Run:
         """Restore the newest checkpoint where there is one."""
         self.losses = np.empty(num_steps, loss_dtype)
         newest = list(self.files.files().values())[-1:] if self.files else []
+        self.placement.check_alike({"the newest checkpoint in the folder": [path.name for path in newest]})
         if newest:
             self._resume(newest[0], num_steps)
-            return
-        for callback in self.callbacks:
-            callback.begin(None)
+        else:
+            for callback in self.callbacks:
+                callback.begin(None)
+        self.state = self.placement.replicate(self.state)
 
     def _resume(self, path: os.PathLike, num_steps: int) -> None:
         stored = read_checkpoint(path)
@@ -198,7 +227,7 @@ class _Run:
         """Call the callbacks that are due, then write the checkpoint if it is."""
         due = [callback for callback in self.callbacks if self.step % callback.every == 0]
         for callback in due:
-            state = _copied(self.state)  # the run's own is donated to its next dispatch
+            state = self.placement.own(self.state)  # the run's own is donated to its next dispatch
             stop = callback(
                 FitProgress(
                     self.step,
@@ -209,10 +238,12 @@ class _Run:
                     functools.partial(evaluate, state),
                 )
             )
-            if stop:
+            if self.placement.agreed(bool(stop)):
                 self.identity["stopped"] = np.asarray(True)
         if self.files and (self.step % self.files.every == 0 or self.stopped or self.step == num_steps):
-            self.files.save(self.step, self._contents())
+            if self.placement.leads:
+                self.files.save(self.step, self._contents())
+            self.placement.wait(f"numpyro_sgp checkpoint {self.step}")  # before any process can look for it
 
     def _contents(self) -> dict[str, Any]:
         callbacks = [{type(callback).__name__: callback.state()} for callback in self.callbacks]
@@ -227,8 +258,11 @@ class _Run:
 class _Pace:
     """How many steps to dispatch at once: one at first, then as many as take a tenth of a second."""
 
-    def __init__(self) -> None:
+    def __init__(self, placement: AbstractPlacement) -> None:
+        self.placement = placement
         self.steps = 1
+        self._dispatches = 0
+        self._agreed = 1
         self._last: float | None = None  # the first dispatch compiles, and is not measured
 
     def finished(self, steps: int) -> None:
@@ -239,10 +273,18 @@ class _Pace:
             self.steps = max(1, min(2 * self.steps, int(steps * _DISPATCH_SECONDS / seconds)))
         self._last = now
 
+    def next(self) -> int:
+        """The number for the next dispatch, the same in all processes."""
+        self._dispatches += 1
+        # Processes agree at the 1st, 2nd, 4th, 8th, … dispatch: to agree is to wait for what the devices are doing.
+        if not self.placement.several or self._dispatches & (self._dispatches - 1) == 0:
+            self._agreed = self.placement.agreed(self.steps)
+        return self._agreed
+
 
 def _steps(program: Program, batches: Batches, run: _Run, num_steps: int, show: Callable[[int], None]) -> None:
     """All steps of a run, with the next chunk of batches gathered while the device computes."""
-    pace = _Pace()
+    pace = _Pace(program.placement)
     in_flight: list[tuple[int, int, Array, Array]] = []  # at most two dispatches: first step, number, losses, refused
 
     def receive(leave: int) -> None:
@@ -264,10 +306,10 @@ def _steps(program: Program, batches: Batches, run: _Run, num_steps: int, show: 
         while run.step < num_steps and not run.stopped:
             if run.step == end:
                 begin = run.step
-                chunk = jax.device_put(cast(Any, following).result(), may_alias=True)
+                chunk = program.placement.place(cast(Any, following).result())
                 end = num_steps if batches.full else min(begin + program.length, num_steps)
                 following = None if batches.full else gather(end)
-            number = min(pace.steps, program.length, end - run.step, run.next_stop(num_steps) - run.step)
+            number = min(pace.next(), program.length, end - run.step, run.next_stop(num_steps) - run.step)
             at = run.step - begin
             run.state, losses, refused = program.steps(run.state, chunk, np.int32(at), np.int32(at + number))
             in_flight.append((run.step, number, losses, refused))

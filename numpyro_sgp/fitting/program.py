@@ -17,6 +17,7 @@ import numpy as np
 from numpyro.infer import SVI
 
 from numpyro_sgp.fitting.batches import Batches, checked_rows
+from numpyro_sgp.fitting.devices import AbstractPlacement
 from numpyro_sgp.optim import num_refused
 
 __all__ = ["Arguments", "Program", "initial_state"]
@@ -84,7 +85,7 @@ def initial_state(svi: SVI, rng_key: Array, init_state: Any, arguments: Argument
     state = init_state
     # `svi.init` also makes the transformations that `svi.get_params` needs, which a new `SVI` object lacks.
     if init_state is None or svi.constrain_fn is None:
-        first = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), batches.chunk(0, 1, 1))
+        first = jax.tree.map(jnp.asarray, batches.first())
         fresh = svi.init(rng_key, *arguments.positional(first), **arguments.keywords)
         state = fresh if init_state is None else init_state
     return jax.tree.map(_owned, state)
@@ -98,8 +99,17 @@ def _owned(leaf: Any) -> Array:
 class Program:
     """The compiled parts of a run."""
 
-    def __init__(self, svi: SVI, arguments: Arguments, state: Any, batches: Batches, stable: bool) -> None:
+    def __init__(
+        self,
+        svi: SVI,
+        arguments: Arguments,
+        state: Any,
+        batches: Batches,
+        placement: AbstractPlacement,
+        stable: bool,
+    ) -> None:
         self.svi = svi
+        self.placement = placement
         self.arguments = arguments
         self.length = batches.chunk_steps
         method: Callable = svi.stable_update if stable else svi.update
@@ -135,7 +145,7 @@ class Program:
             refused = num_refused(state) + 0 if self.counts_refused else jnp.zeros((), jnp.int32)
             return state, losses, refused
 
-        self.steps = jax.jit(steps, donate_argnums=0)
+        self.steps = jax.jit(steps, donate_argnums=0, out_shardings=placement.outputs)
         self._loss = jax.jit(self._held_out_loss, static_argnums=2)
 
     def evaluate(self, state: Any, data: Any) -> float:
