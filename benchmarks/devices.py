@@ -87,7 +87,7 @@ def measure(rows: int, M: int, steps: int, repeats: int) -> None:
 
 
 def on_devices(devices: int, options: list[str]) -> dict:
-    threads = "--xla_cpu_multi_thread_eigen=false"
+    threads = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
