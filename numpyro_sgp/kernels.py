@@ -16,6 +16,7 @@ Values follow the promoted dtype of inputs and hyperparameters; a Python float a
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 import dataclasses
+from functools import partial
 import math
 import operator
 from typing import Any, cast, final
@@ -26,6 +27,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
 
+from numpyro_sgp.eager import as_one_program
 from numpyro_sgp.linalg import matmul
 from numpyro_sgp.pytrees import PytreeFunction
 
@@ -131,6 +133,12 @@ def _squared_distance_jvp(primals: tuple[Array, Array], tangents: tuple[Array, A
     own = jnp.sum(X * dX, axis=-1)[..., :, None] + jnp.sum(Z * dZ, axis=-1)[..., None, :]
     cross = matmul(X, _transposed(dZ)) + matmul(dX, _transposed(Z))
     return _squared_distance(X, Z), 2.0 * (own - cross)
+
+
+@as_one_program
+def _scaled_squared_distance(X: Array, Z: Array, lengthscale: ArrayLike) -> Array:
+    X, Z = _centred(X, Z)
+    return _squared_distance(_divide(X, lengthscale), _divide(Z, lengthscale))
 
 
 # Matérn profiles as functions of q = a², a = √(2ν) r, with their derivatives d/dq. Autodiff through √q has an infinite
@@ -244,6 +252,11 @@ def _as_operand(other: Callable | ArrayLike) -> Callable | None:
     return Constant(other) if isinstance(other, int | float | np.generic | np.ndarray | Array) else None
 
 
+@partial(as_one_program, static_argnums=0)
+def _profile(g: Callable[[Array], Array], factor: float, r2: Array) -> Array:
+    return g(factor * r2)
+
+
 class Stationary(Kernel):
     """A kernel of the scaled distance, k(x, z) = σ_f² g(r²) with r² = Σ_d (x_d − z_d)² / ℓ_d² and g(0) = 1.
 
@@ -268,9 +281,7 @@ class Stationary(Kernel):
 
     def _matrix(self, X: Array, Z: Array) -> Array:
         _check_columns("lengthscale", self.lengthscale, X)
-        lengthscale = _expand(self.lengthscale, -2)
-        X, Z = _centred(X, Z)
-        r2 = _squared_distance(_divide(X, lengthscale), _divide(Z, lengthscale))
+        r2 = _scaled_squared_distance(X, Z, _expand(self.lengthscale, -2))
         return _multiply(_expand(self.variance, -2, -1), self.correlation(r2))
 
 
@@ -328,7 +339,7 @@ class Matern12(Stationary):
     variance: ArrayLike = 1.0
 
     def correlation(self, r2: Array) -> Array:
-        return _exponential(r2)
+        return _profile(_exponential, 1.0, r2)
 
 
 @final
@@ -348,7 +359,7 @@ class Matern32(Stationary):
     variance: ArrayLike = 1.0
 
     def correlation(self, r2: Array) -> Array:
-        return _exponential_linear(3.0 * r2)
+        return _profile(_exponential_linear, 3.0, r2)
 
 
 @final
@@ -368,7 +379,7 @@ class Matern52(Stationary):
     variance: ArrayLike = 1.0
 
     def correlation(self, r2: Array) -> Array:
-        return _exponential_quadratic(5.0 * r2)
+        return _profile(_exponential_quadratic, 5.0, r2)
 
 
 @final

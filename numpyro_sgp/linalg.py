@@ -12,6 +12,8 @@ from jax import Array, lax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from numpyro_sgp.eager import as_one_program
+
 __all__ = [
     "Root",
     "cholesky",
@@ -53,6 +55,7 @@ def diagonal(K: Array) -> Array:
     return jnp.diagonal(K, axis1=-2, axis2=-1)
 
 
+@as_one_program
 def with_jitter(K: Array, jitter: ArrayLike) -> Array:
     """K + jitter · mean(diag K) · I for symmetric K, (..., M, M)."""
     shift = jitter * jnp.mean(diagonal(K), axis=-1)
@@ -125,7 +128,10 @@ def triangular_inverse(L: Array, block: int = 64) -> Array:
     # A split at a multiple of the block size keeps the number of distinct sizes, and so of compiled kernels, small.
     half = block * -(-(M // 2) // block)
     A, C, D = L[..., :half, :half], L[..., half:, :half], L[..., half:, half:]
-    A_inverse, D_inverse = triangular_inverse(A, block), triangular_inverse(D, block)
+    A_inverse = triangular_inverse(A, block)
+    # One after the other. XLA would run two independent solves of a batch at once, each waits for a thread to help it,
+    # and with two threads both can wait for ever (seen on a CPU with JAX 0.10.2). NaN spreads as it would below.
+    D_inverse = triangular_inverse(D + 0.0 * A_inverse[..., :1, :1], block)
     lower = -matmul(D_inverse, matmul(C, A_inverse))
     upper = jnp.zeros((*L.shape[:-2], half, M - half), L.dtype)
     return jnp.concatenate(

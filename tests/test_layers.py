@@ -11,6 +11,7 @@ SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for pat
 
 # A module imports modules of smaller levels only. Files of a folder share its level, and may import each other.
 LEVELS = {
+    "eager": -1,
     "linalg": 0,
     "pytrees": 0,
     "kernels": 1,

@@ -14,6 +14,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from numpyro_sgp.conditionals.moments import Moments, given_tangents, moments, tangents_like
+from numpyro_sgp.eager import as_one_program
 from numpyro_sgp.linalg import (
     cholesky,
     diagonal,
@@ -87,6 +88,7 @@ class Whitened(NamedTuple):
     explained: Array
 
 
+@as_one_program
 def whitened_moments(lambda1: Array, Lambda2: Array, A: Array, kff: Array) -> Whitened:
     """The moments from whitened sites λ̃, (..., M), and Λ̃, (..., M, M); the arguments of `natural_whitened`."""
     M = lambda1.shape[-1]

@@ -4,6 +4,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from numpyro_sgp.conditionals.moments import Moments, moments
+from numpyro_sgp.eager import as_one_program
 from numpyro_sgp.linalg import (
     diagonal,
     log_determinant,
@@ -25,6 +26,7 @@ def _log_det_root(S_sqrt: Array) -> Array:
     return 2.0 * jnp.sum(jnp.log(jnp.abs(diagonal(S_sqrt))), axis=-1)
 
 
+@as_one_program
 def whitened(m: Array, S_sqrt: Array, A: Array, kff: Array) -> Moments:
     """q(v) = N(m, S_sqrt S_sqrtᵀ) with u = L v: mean Aᵀm, v_i = k_ii − |A_i|² + |S_sqrtᵀA_i|².
 
@@ -46,6 +48,7 @@ def whitened(m: Array, S_sqrt: Array, A: Array, kff: Array) -> Moments:
     return moments(matvec_transposed(A, m), kff, A, T, kl)
 
 
+@as_one_program
 def unwhitened(m: Array, S_sqrt: Array, L: Array, A: Array, kff: Array) -> Moments:
     """q(u) = N(m, S_sqrt S_sqrtᵀ): mean kᵀKuu⁻¹m, v_i = k_ii − |A_i|² + |S_sqrtᵀKuu⁻¹k_ui|².
 

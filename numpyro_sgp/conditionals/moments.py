@@ -9,6 +9,7 @@ from jax.custom_derivatives import SymbolicZero
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from numpyro_sgp.eager import as_one_program
 from numpyro_sgp.inducing import AbstractInducing
 from numpyro_sgp.linalg import matmul, root_of, with_jitter
 from numpyro_sgp.sites import AbstractSites, Perturbed, perturb_kl, perturb_marginals
@@ -91,6 +92,12 @@ def tangents_like(values: Any, derivatives: Sequence[ArrayLike | None]) -> Any:
     return structure.unflatten(tangent_like(*pair) for pair in zip(leaves, derivatives, strict=True))
 
 
+@as_one_program
+def _whiten(Kuu: Array, Kuf: Array) -> tuple[Array, Array]:
+    root = root_of(Kuu)
+    return root.L, root.whiten(Kuf)
+
+
 @jax.custom_jvp
 def whiten(Kuu: Array, Kuf: Array) -> tuple[Array, Array]:
     """L with Kuu = L Lᵀ, and A = L⁻¹Kuf, with their derivative written out: no factorisation is differentiated.
@@ -103,8 +110,7 @@ def whiten(Kuu: Array, Kuf: Array) -> tuple[Array, Array]:
         Kuu: prior covariance of the inducing variables, with jitter, (..., M, M); only the lower triangle is read.
         Kuf: (..., M, N).
     """
-    root = root_of(Kuu)
-    return root.L, root.whiten(Kuf)
+    return _whiten(Kuu, Kuf)
 
 
 def _whiten_jvp(
@@ -129,6 +135,7 @@ whiten.defjvp(_whiten_jvp, symbolic_zeros=True)
 _CONTRADICTION = 1e-3
 
 
+@as_one_program
 def moments(mean: Array, kff: Array, A: Array, T: Array | None, kl: Array) -> Moments:
     """v_i = (k_ii − |A_i|²) + |T_i|², the bracket kept non-negative against rounding, NaN where it is no rounding."""
     residual = kff - jnp.sum(A * A, axis=-2)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from numpyro_sgp.conditionals.dual import Whitened, by_posterior_root, by_sites, curvature, whitened_moments
 from numpyro_sgp.conditionals.moments import Moments, given_tangents, tangents_like
+from numpyro_sgp.eager import as_one_program
 from numpyro_sgp.linalg import (
     Root,
     congruence_of_upper,
@@ -107,6 +108,7 @@ def _whitened_sites(
     return matvec(Lu, lambda1), matmul(moving, jnp.swapaxes(Lu, -1, -2)), moving
 
 
+@partial(as_one_program, static_argnums=0)
 def _evaluate(
     tie: Tie, lambda1: Array, Lambda2: Array, Kuu: Array, Kuf: Array, kff: Array, Kuv: Array | None
 ) -> _Parts:

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
 
+from numpyro_sgp.eager import as_one_program
+
 __all__ = ["AbstractInducing", "BoundedInducingPoints", "InducingPoints", "as_inducing", "check_width"]
 
 
@@ -65,16 +67,20 @@ class InducingPoints(AbstractInducing):
         return self.Z.shape[-1]
 
     def Kuu(self, kernel: Callable) -> Array:
-        K = kernel(self.Z, self.Z)
         # Distances by matrix products leave rounding on the diagonal; the kernel knows it exactly.
-        index = jnp.arange(self.num_inducing)
-        return K.at[..., index, index].set(kernel(self.Z))
+        return _with_diagonal(kernel(self.Z, self.Z), kernel(self.Z))
 
     def Kuf(self, kernel: Callable, X: Array) -> Array:
         return kernel(self.Z, X)
 
     def Kuv(self, kernel: Callable, other: AbstractInducing) -> Array:
         return jnp.swapaxes(other.Kuf(kernel, self.Z), -1, -2)
+
+
+@as_one_program
+def _with_diagonal(K: Array, variances: Array) -> Array:
+    index = jnp.arange(K.shape[-1])
+    return K.at[..., index, index].set(variances)
 
 
 @jax.tree_util.register_dataclass

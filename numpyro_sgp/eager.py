@@ -1,0 +1,32 @@
+"""Functions that are one compiled program where nothing else compiles them: what makes the first step come soon."""
+
+from collections.abc import Callable
+import functools
+from typing import Any, TypeVar, cast
+
+import jax
+from jax.core import Tracer
+
+__all__ = ["as_one_program"]
+
+Fn = TypeVar("Fn", bound=Callable)
+
+
+def as_one_program(fn: Fn, static_argnums: int | tuple[int, ...] = ()) -> Fn:
+    """`fn`, compiled as a whole when it is called with values only; within a trace it is a part of that as it stands.
+
+    Called with values (`SVI.init` runs model and guide so) each of its operations would be compiled by itself, some
+    thirty milliseconds for each: most of the time before the first step.
+
+    Args:
+        fn: a function of pytrees of arrays.
+        static_argnums: positional arguments that are no arrays.
+    """
+    compiled = jax.jit(fn, static_argnums=static_argnums)
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs)))
+        return fn(*args, **kwargs) if traced else compiled(*args, **kwargs)
+
+    return cast(Fn, wrapped)

@@ -1,0 +1,95 @@
+"""What is compiled: how many programs before the first step, and how often a step factorises which matrices."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import jax
+from jax.core import Tracer
+import jax.numpy as jnp
+import numpy as np
+from numpy.testing import assert_array_equal
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import SVI
+import optax
+import pytest
+
+import numpyro_sgp as sgp
+from numpyro_sgp.eager import as_one_program
+
+CLASSES, M, B = 10, 7, 5
+RNG = np.random.default_rng(0)
+X, y = RNG.normal(size=(B, 2)), RNG.integers(0, CLASSES, size=B)
+Z = RNG.normal(size=(M, 2))
+
+
+def digits(X, y=None, num_data=100):
+    lengthscale = numpyro.param("lengthscale", jnp.ones(2), constraint=dist.constraints.positive)
+    with numpyro.plate("class", CLASSES):
+        f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.Matern52(lengthscale), X))
+    with numpyro.plate("data", num_data, subsample_size=X.shape[0]):
+        numpyro.sample("y", dist.Categorical(logits=f.T), obs=y)
+
+
+def equations(jaxpr) -> Iterator:
+    for equation in jaxpr.eqns:
+        yield equation
+        for parameter in equation.params.values():
+            for value in parameter if isinstance(parameter, tuple | list) else (parameter,):
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner)
+
+
+GUIDES = {
+    "tied, Z fixed": lambda: (sgp.AutoTSVGP(digits, Z), sgp.NaturalGradient(0.1), True),
+    "tied, Z trained": lambda: (sgp.AutoTSVGP(digits, Z, learn_inducing=True), sgp.NaturalGradient(0.1), True),
+    "natural": lambda: (sgp.AutoSVGP(digits, Z, natural=True), sgp.NaturalGradient(0.1), True),
+    "mean and root": lambda: (sgp.AutoSVGP(digits, Z), optax.adam(0.1), False),
+}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", GUIDES)
+def test_latents_that_share_a_kernel_share_one_factor_of_Kuu(name):
+    guide, optim, has_precisions = GUIDES[name]()
+    svi = SVI(digits, guide, optim, sgp.QuadratureELBO(num_samples=2))
+    state = svi.init(jax.random.key(0), X, y)
+    jaxpr = jax.make_jaxpr(lambda state: svi.update(state, X, y))(state).jaxpr
+    factorised = Counter(e.outvars[0].aval.shape for e in equations(jaxpr) if e.primitive.name == "cholesky")
+    # Kuu once for all classes, and the posterior precisions of all classes at once.
+    assert factorised == Counter({(M, M): 1, **({(CLASSES, M, M): 1} if has_precisions else {})})
+
+
+def test_a_function_of_values_is_compiled_as_one_program_and_is_no_call_within_a_trace():
+    seen = []
+
+    @as_one_program
+    def fn(pair, *, shift):
+        seen.append(isinstance(pair[0], Tracer))
+        return {"sum": pair[0] + pair[1] * shift}
+
+    pair = (np.arange(3.0), np.ones(3))
+    assert_array_equal(fn(pair, shift=2.0)["sum"], [2.0, 3.0, 4.0])
+    assert_array_equal(fn(pair, shift=3.0)["sum"], [3.0, 4.0, 5.0])
+    assert seen == [True]
+    names = {e.primitive.name for e in equations(jax.make_jaxpr(lambda pair: fn(pair, shift=2.0))(pair).jaxpr)}
+    assert names == {"add", "mul"}
+
+
+def test_initialisation_compiles_whole_functions_and_not_each_operation(caplog):
+    X = np.linspace(0.0, 1.0, 13)[:, None]
+
+    def model(X, y=None):
+        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
+        kernel = sgp.kernels.Matern52(lengthscale) + sgp.kernels.Constant(1.0)
+        f = numpyro.sample("f", sgp.GaussianProcess(kernel, X))
+        numpyro.sample("y", dist.Normal(f, 0.1).to_event(1), obs=y)
+
+    svi = SVI(model, sgp.AutoTSVGP(model, X[::2]), sgp.NaturalGradient(0.1), sgp.QuadratureELBO())
+    jax.clear_caches()
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        svi.init(jax.random.key(0), X, X[:, 0])
+    programs = [record for record in caplog.records if record.getMessage().startswith("Finished XLA compilation")]
+    # Some 90 of them are those of the base guide and of the distributions; operation by operation it would be 200.
+    assert 10 < len(programs) < 150
