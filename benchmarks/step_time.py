@@ -1,14 +1,16 @@
 """Time of one natural step, alone and fused with an Adam step on hyperparameters and inducing inputs.
 
 A minibatch of a Bernoulli classification with 8 input columns in float64. Beside each time stands that of the matrix
-operations that a natural step alone cannot avoid, measured in the same process: two Cholesky factorisations of size M,
-two products of a triangular inverse with the batch and one update of rank B. Each row is a process of its own with one
-thread; times are CPU milliseconds, the smallest of several steps.
+operations that a natural step alone cannot avoid: two Cholesky factorisations of size M, two products of a triangular
+inverse with the batch and one update of rank B. Tied sites are besides sums in a basis of their own, and a second
+reference adds the change of basis and back. Each row is a process of its own with one thread, where steps and
+references take turns, so that load of the machine hits all alike; times are CPU milliseconds, the smallest of several.
 
     python benchmarks/step_time.py [--output results] [--reduced]
 """
 
 import argparse
+from collections.abc import Callable
 import json
 import os
 from pathlib import Path
@@ -22,34 +24,58 @@ NUMBERS = (128, 512, 1024)
 COLUMNS = 8
 
 
-def smallest(run, repeats: int) -> float:
-    """CPU milliseconds of the quickest of several calls after the first two."""
-    times = []
+def smallest(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """CPU milliseconds of the quickest call of each, called in turn, after two that do not count."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats + 2):
-        start = time.process_time()
-        run()
-        times.append(time.process_time() - start)
-    return 1e3 * min(times[2:])
+        for name, run in runs.items():
+            start = time.process_time()
+            run()
+            times[name].append(time.process_time() - start)
+    return {name: 1e3 * min(values[2:]) for name, values in times.items()}
 
 
-def unavoidable(M: int, B: int, repeats: int) -> float:
-    """Milliseconds of the operations of one natural step."""
+def unavoidable(kind: str, M: int, B: int) -> dict[str, Callable[[], None]]:
+    """The operations of one natural step, without and with the change of basis of tied sites."""
     import jax
     import jax.numpy as jnp
 
-    from numpyro_sgp.linalg import triangular_inverse
+    from numpyro_sgp.linalg import congruence_of_upper, lower_product, matmul, root_of, symmetric_product, transposed
 
-    @jax.jit
     def operations(K, P, Kuf, weights):
-        A = triangular_inverse(jnp.linalg.cholesky(K)) @ Kuf
-        T = triangular_inverse(jnp.linalg.cholesky(P)) @ A
+        A = lower_product(root_of(K).inverse, Kuf)
+        T = lower_product(root_of(P).inverse, A)
         return T, (A * weights) @ A.T
+
+    def operations_tied(K, P, Kuf, weights):
+        # The sites whitened, λ̃ and Λ̃ = L_u Λ₂ L_uᵀ; where Z moves, expressed at the current Z. P stands for Λ₂ as well.
+        root = root_of(K)
+        A, back = lower_product(root.inverse, Kuf), None
+        if kind == "tied projections":
+            Lu = lower_product(root.inverse, K)
+            Lambda = symmetric_product(matmul(Lu, P), Lu)
+            back = root.unwhiten_both(Lambda)
+        elif kind == "tied projections, Z fixed":
+            Lambda = congruence_of_upper(transposed(root.L), P)
+        else:
+            Lambda = root.whiten_both(P)
+        T = lower_product(root_of(jnp.eye(M) + Lambda).inverse, A)
+        vectors = Kuf if kind == "tied covariances" else root.unwhiten(A)
+        return T, (vectors * weights) @ vectors.T, back
 
     rng = np.random.default_rng(0)
     root = rng.normal(size=(M, M)) / np.sqrt(M)
     K = jnp.asarray(root @ root.T + np.eye(M))
     arrays = K, K, jnp.asarray(rng.normal(size=(M, B))), jnp.ones(B)
-    return smallest(lambda: jax.block_until_ready(operations(*arrays)), repeats)
+    functions = {"unavoidable_ms": operations}
+    if kind != "whitened":
+        functions["unavoidable_with_basis_ms"] = operations_tied
+
+    def timed(function: Callable) -> Callable[[], None]:
+        compiled = jax.jit(function)
+        return lambda: jax.block_until_ready(compiled(*arrays))
+
+    return {name: timed(function) for name, function in functions.items()}
 
 
 def child(kind: str, M: int, B: int, repeats: int) -> None:
@@ -85,11 +111,13 @@ def child(kind: str, M: int, B: int, repeats: int) -> None:
         "tied projections, Z fixed": lambda: sgp.AutoTSVGP(model, X[:M]),
         "tied covariances": lambda: sgp.AutoTSVGP(model, X[:M], learn_inducing=True, tie="covariance"),
     }
-    result = {"unavoidable_ms": unavoidable(M, B, repeats)}
-    for name, m_steps in (("natural_ms", 0), ("fused_ms", 1)):
+    runs, holders = unavoidable(kind, M, B), {}
+    for name, m_steps in (("natural", 0), ("fused", 1)):
         optim = sgp.NaturalGradient(0.1, optax.adam(1e-2), m_steps=m_steps)
         svi = numpyro.infer.SVI(model, guides[kind](), optim, sgp.QuadratureELBO())
-        holder = {"state": jax.jit(svi.init)(jax.random.key(0), *batches[0]), "step": 0}
+        # A copy of each leaf, so that all may be donated.
+        state = jax.tree.map(jnp.copy, svi.init(jax.random.key(0), *batches[0]))
+        holder = holders[name] = {"state": state, "step": 0}
         update = jax.jit(svi.update, donate_argnums=0)
 
         def step(holder=holder, update=update):
@@ -97,9 +125,9 @@ def child(kind: str, M: int, B: int, repeats: int) -> None:
             holder["state"], holder["loss"] = jax.block_until_ready(update(holder["state"], *batch))
             holder["step"] += 1
 
-        result[name] = smallest(step, repeats)
-        result[name.replace("ms", "loss")] = float(holder["loss"])
-    print(json.dumps(result))
+        runs[f"{name}_ms"] = step
+    times = smallest(runs, repeats)
+    print(json.dumps({**times, **{f"{name}_loss": float(holder["loss"]) for name, holder in holders.items()}}))
 
 
 KINDS = ("whitened", "tied projections", "tied projections, Z fixed", "tied covariances")
@@ -127,10 +155,10 @@ def main(arguments: argparse.Namespace) -> None:
     for M in numbers:
         for kind in kinds:
             row = {"guide": kind, "M": M, "B": B, **measure(kind, M, B, repeats)}
-            ratio = row["natural_ms"] / row["unavoidable_ms"]
+            references = [row[name] for name in ("unavoidable_ms", "unavoidable_with_basis_ms") if name in row]
+            ratios = ", ".join(f"{row['natural_ms'] / reference:4.2f} x" for reference in references)
             print(
-                f"M={M:5d} {kind:26s} natural step {row['natural_ms']:7.1f} ms ({ratio:4.2f} x the unavoidable)  "
-                f"fused {row['fused_ms']:7.1f} ms"
+                f"M={M:5d} {kind:26s} natural {row['natural_ms']:7.1f} ms ({ratios})  fused {row['fused_ms']:7.1f} ms"
             )
             table.append(row)
     report("step_time", {"threads": 1, "load": os.getloadavg(), "table": table}, arguments.output)

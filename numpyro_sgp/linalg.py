@@ -25,6 +25,7 @@ __all__ = [
     "half_congruence_of_transposed",
     "halved",
     "log_determinant",
+    "lower_product",
     "matmul",
     "matvec",
     "matvec_transposed",
@@ -32,9 +33,10 @@ __all__ = [
     "root_of",
     "solve_lower",
     "solve_lower_transposed",
-    "symmetric_square",
+    "symmetric_product",
     "transposed",
     "triangular_inverse",
+    "upper_product",
     "with_jitter",
 ]
 
@@ -129,8 +131,9 @@ def triangular_inverse(L: Array, block: int = 64) -> Array:
     half = block * -(-(M // 2) // block)
     A, C, D = L[..., :half, :half], L[..., half:, :half], L[..., half:, half:]
     A_inverse = triangular_inverse(A, block)
-    # One after the other. XLA would run two independent solves of a batch at once, each waits for a thread to help it,
-    # and with two threads both can wait for ever (seen on a CPU with JAX 0.10.2). NaN spreads as it would below.
+    # One after the other: independent solves of a batch may run at once, and runs with two threads and ten latents were
+    # seen to stop, all threads waiting, where they did (JAX 0.10.2 on a CPU; with this order they finish). NaN spreads
+    # as it would below.
     D_inverse = triangular_inverse(D + 0.0 * A_inverse[..., :1, :1], block)
     lower = -matmul(D_inverse, matmul(C, A_inverse))
     upper = jnp.zeros((*L.shape[:-2], half, M - half), L.dtype)
@@ -238,14 +241,41 @@ def gram_of_lower(X: Array) -> Array:
     return mirrored(_assemble(halved(matmul(A_t, A) + matmul(C_t, C)), matmul(D_t, C), halved(matmul(D_t, D))))
 
 
-def symmetric_square(X: Array) -> Array:
-    """X X for symmetric X, (..., M, M)."""
-    M = X.shape[-1]
+def symmetric_product(X: Array, Y: Array) -> Array:
+    """X Yᵀ where it is known to be symmetric, (..., M, M): only its lower half is computed, and mirrored."""
+    M, Y_t = X.shape[-2], jnp.swapaxes(Y, -1, -2)
     if M < _SPLIT:
-        return matmul(X, X)
+        return matmul(X, Y_t)
     h = _split(M)
-    upper_left, below = matmul(X[..., :h, :], X[..., :, :h]), matmul(X[..., h:, :], X)
+    upper_left, below = matmul(X[..., :h, :], Y_t[..., :, :h]), matmul(X[..., h:, :], Y_t)
     return mirrored(_assemble(halved(upper_left), below[..., :h], halved(below[..., h:])))
+
+
+def lower_product(X: Array, B: Array) -> Array:
+    """X B for lower triangular X, (..., M, M), and B, (..., M, N): three of the four products of half the size."""
+    M = X.shape[-1]
+    if M < _SPLIT or B.shape[-1] == 1:
+        return matmul(X, B)
+    h = _split(M)
+    return jnp.concatenate([matmul(X[..., :h, :h], B[..., :h, :]), matmul(X[..., h:, :], B)], axis=-2)
+
+
+def upper_product(U: Array, B: Array) -> Array:
+    """U B for upper triangular U, (..., M, M), and B, (..., M, N)."""
+    M = U.shape[-1]
+    if M < _SPLIT or B.shape[-1] == 1:
+        return matmul(U, B)
+    h = _split(M)
+    return jnp.concatenate([matmul(U[..., :h, :], B), matmul(U[..., h:, h:], B[..., h:, :])], axis=-2)
+
+
+def _product_with_upper(B: Array, U: Array) -> Array:
+    """B U for upper triangular U, (..., M, M), and B, (..., N, M)."""
+    M = U.shape[-1]
+    if M < _SPLIT:
+        return matmul(B, U)
+    h = _split(M)
+    return jnp.concatenate([matmul(B[..., :h], U[..., :h, :h]), matmul(B, U[..., :, h:])], axis=-1)
 
 
 class Root(NamedTuple):
@@ -267,7 +297,7 @@ class Root(NamedTuple):
 
     def whiten(self, B: Array) -> Array:
         """L⁻¹B, (..., M, N)."""
-        return solve_lower(self.L, B) if self.inverse is None else matmul(self.inverse, B)
+        return solve_lower(self.L, B) if self.inverse is None else lower_product(self.inverse, B)
 
     def whiten_tangent(self, B: Array) -> Array:
         """L⁻¹B, (..., M, N): as a linear map of B, one whose transpose is quick."""
@@ -275,14 +305,14 @@ class Root(NamedTuple):
             return solve_lower(self.L, B)
         # JAX transposes a product with the cotangent as its left factor: the barrier keeps that from being contracted
         # over its first axis.
-        product = lax.optimization_barrier(matmul(jnp.swapaxes(B, -1, -2), self.inverse_transposed))
+        product = lax.optimization_barrier(_product_with_upper(jnp.swapaxes(B, -1, -2), self.inverse_transposed))
         return jnp.swapaxes(product, -1, -2)
 
     def unwhiten(self, B: Array) -> Array:
         """L⁻ᵀB, (..., M, N)."""
         if self.inverse_transposed is None:
             return solve_lower_transposed(self.L, B)
-        return matmul(self.inverse_transposed, B)
+        return upper_product(self.inverse_transposed, B)
 
     def whiten_both(self, W: Array) -> Array:
         """L⁻¹ W L⁻ᵀ for symmetric W, (..., M, M)."""

@@ -21,15 +21,17 @@ from numpyro_sgp.linalg import (
     gram_of_lower,
     half_congruence,
     log_determinant,
+    lower_product,
     matmul,
     matvec,
     matvec_transposed,
     mirrored,
     solve_lower,
     solve_lower_transposed,
-    symmetric_square,
+    symmetric_product,
     transposed,
     triangular_inverse,
+    upper_product,
 )
 
 __all__ = [
@@ -95,7 +97,7 @@ def whitened_moments(lambda1: Array, Lambda2: Array, A: Array, kff: Array) -> Wh
     L_P = _root_of_precision(jnp.eye(M, dtype=A.dtype) + Lambda2)
     # tr P⁻¹ needs the inverse root; with it at hand the other solves are products. P ⪰ I is well conditioned.
     L_P_inverse = triangular_inverse(L_P)
-    T = matmul(L_P_inverse, A)
+    T = lower_product(L_P_inverse, A)
     m = matvec_transposed(L_P_inverse, matvec(L_P_inverse, lambda1))
     trace = jnp.sum(L_P_inverse * L_P_inverse, axis=(-2, -1))
     kl = 0.5 * (trace - M + jnp.sum(m * m, axis=-1) + log_determinant(L_P))
@@ -122,8 +124,8 @@ class Curvature(NamedTuple):
 def curvature(q: Whitened) -> Curvature:
     """Evaluate it once; what is not used is dropped by the compiler."""
     P_inverse = gram_of_lower(q.L_P_inverse)
-    U = matmul(transposed(q.L_P_inverse), q.T)
-    return Curvature(P_inverse, U, matvec(P_inverse, q.m), P_inverse - symmetric_square(P_inverse))
+    U = upper_product(transposed(q.L_P_inverse), q.T)
+    return Curvature(P_inverse, U, matvec(P_inverse, q.m), P_inverse - symmetric_product(P_inverse, P_inverse))
 
 
 def by_sites(q: Whitened, c: Curvature, d: Array, D: Array | None) -> tuple[Array, Any, Array]:

@@ -22,6 +22,7 @@ from numpyro_sgp.linalg import (
     matvec_transposed,
     mirrored,
     root_of,
+    symmetric_product,
     transposed,
 )
 
@@ -105,7 +106,7 @@ def _whitened_sites(
     if Lu is None:
         return matvec_transposed(root.L, lambda1), congruence_of_upper(transposed(root.L), Lambda2), None
     moving = matmul(Lu, Lambda2)
-    return matvec(Lu, lambda1), matmul(moving, jnp.swapaxes(Lu, -1, -2)), moving
+    return matvec(Lu, lambda1), symmetric_product(moving, Lu), moving
 
 
 @partial(as_one_program, static_argnums=0)
