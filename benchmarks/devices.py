@@ -74,11 +74,11 @@ class Step:
         return (np.array([time.perf_counter(), time.process_time()]) - start) / steps
 
 
-def measure(rows: int, M: int, steps: int, repeats: int) -> None:
+def measure(guides: list[str], rows: int, M: int, steps: int, repeats: int) -> None:
     """Print, as JSON, what a step takes on the devices of this process."""
     numpyro.enable_x64()
     found = {}
-    for name in GUIDES:
+    for name in guides:
         whole, fixed = Step(name, M, rows * jax.device_count()), Step(name, M, jax.device_count())
         times: list = [(whole.seconds(steps), fixed.seconds(steps)) for _ in range(repeats + 1)][1:]
         # The fastest: on a shared machine the rest is other people's load.
@@ -107,19 +107,21 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--rows", type=int, default=4096, help="rows on each device")
     parser.add_argument("--inducing", type=int, default=128, help="M")
+    parser.add_argument("--guides", nargs="+", choices=GUIDES, default=list(GUIDES))
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--measure", action="store_true", help="measure on the devices of this process")
     options = parser.parse_args()
     if options.reduced:
         options.devices, options.rows, options.inducing, options.steps, options.repeats = [1, 2], 16, 5, 2, 1
+        options.guides = options.guides[:1]
     if options.measure:
-        measure(options.rows, options.inducing, options.steps, options.repeats)
+        measure(options.guides, options.rows, options.inducing, options.steps, options.repeats)
         return
     from common import report  # it looks at the device, which the measuring processes do themselves
 
     sizes = {name: getattr(options, name) for name in ("rows", "inducing", "steps", "repeats")}
-    arguments = [f"--{name}={value}" for name, value in sizes.items()]
+    arguments = [*(f"--{name}={value}" for name, value in sizes.items()), "--guides", *options.guides]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     print(f"{cores} cores; ms a step, wall; efficiency of the batch part, and the most that the cores allow")
     print("guide                        devices   whole   fixed part   batch part   efficiency   cores allow")

@@ -162,7 +162,7 @@ def main(arguments: argparse.Namespace) -> None:
     M, B, num_samples = (10, 50, 8) if arguments.reduced else (100, 200, arguments.num_samples)
     Z = data[0][:M] / 255.0
     if arguments.reduced:
-        plan = [(FIGURE_4, B, [10, 20], False), ((4, 2, 0.025, 0.03, 0.255, 0.259), B, [10, 20], True)]
+        plan = [((4, 2, 0.025, 0.03, 0.255, 0.259), B, [10, 20], True)]
     else:
         at = sorted({150, *arguments.iterations})
         plan = [(FIGURE_4, B, at, False), *((schedule, B, at, False) for schedule in TABLE_1)]

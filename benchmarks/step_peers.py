@@ -558,7 +558,7 @@ def main(arguments: argparse.Namespace) -> None:
     }
     kept: list[dict] = []
     if arguments.reduced:
-        sizes = {8: (1, 2), 16: (1, 2)}
+        sizes = {8: (1, 2)}
     else:
         every = {64: (6, 6), 128: (6, 6), 256: (6, 4), 512: (5, 3), 1024: (4, 2)}
         sizes = {M: every[M] for M in arguments.numbers or NUMBERS}

@@ -395,7 +395,7 @@ def main(arguments: argparse.Namespace) -> None:
     reduced, M = arguments.reduced, 16 if arguments.reduced else 512
     p, test = problem(arguments.data, M)
     p["same_steps"] = arguments.same_steps
-    names = [SAME, "AutoTSVGP, schedules", FULL] if reduced else [*VARIANTS, FULL]
+    names = ["AutoTSVGP, schedules", FULL] if reduced else [*VARIANTS, FULL]
     runs = dict.fromkeys(names, sys.executable)
     if arguments.gpflow_python:
         runs = {GPFLOW: arguments.gpflow_python, **runs}

@@ -31,6 +31,8 @@ import numpyro_sgp as sgp
 from numpyro_sgp.kernels import Linear, Matern32, Matern52, SquaredExponential
 from numpyro_sgp.linalg import default_jitter
 
+pytestmark = pytest.mark.once
+
 N, M, D = 24, 8, 2
 TRAINING, STEPS = 12, 16
 RNG = np.random.default_rng(60)
@@ -270,7 +272,7 @@ def check(name, case_name, case, dtype):
     ("name", "dtype"),
     [
         *((name, np.float32) for name in NAMES),
-        *(pytest.param(name, np.float64, marks=() if name == "tied" else pytest.mark.slow) for name in NAMES),
+        ("tied", np.float64),
     ],
 )
 def test_hostile_problems_end_finite_and_right_or_steps_are_refused_and_counted(name, dtype):
@@ -279,9 +281,7 @@ def test_hostile_problems_end_finite_and_right_or_steps_are_refused_and_counted(
             check(name, case_name, case, dtype)
 
 
-@pytest.mark.parametrize(
-    "name", ["tied", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "tied")]
-)
+@pytest.mark.parametrize("name", ["natural", "tied"])
 def test_one_datum_and_more_inducing_inputs_than_data_end_finite_and_right_or_counted(name):
     for case_name, case in FEW.items():
         with named(case_name):
