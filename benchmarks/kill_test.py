@@ -117,7 +117,7 @@ def kill_once(process: subprocess.Popen, folder: Path, delay: float) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100, help="how often the run is killed")
-    parser.add_argument("--reduced", action="store_true", help="one kill, to see that it runs")
+    parser.add_argument("--reduced", action="store_true", help="one kill, which the tests run")
     parser.add_argument("--output", type=Path, help="folder for the result as JSON")
     parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -159,6 +159,8 @@ def main() -> None:
         },
         options.output,
     )
+    if unreadable or lost > EVERY or not equal:
+        raise SystemExit("checkpoints did not hold what they promise")
 
 
 if __name__ == "__main__":

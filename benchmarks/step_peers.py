@@ -554,7 +554,7 @@ def main(arguments: argparse.Namespace) -> None:
     pythons = {
         name: sys.executable if option is None else given[option]
         for name, (_, option) in SUBJECTS.items()
-        if option not in missing
+        if option not in missing and not (arguments.reduced and "t-SVGP" in name)
     }
     kept: list[dict] = []
     if arguments.reduced:

@@ -4,7 +4,6 @@ from collections import Counter, OrderedDict
 import functools
 import json
 from pathlib import Path
-import subprocess
 import sys
 import tracemalloc
 import zipfile
@@ -728,16 +727,3 @@ def test_a_failure_at_any_point_of_writing_leaves_the_old_file(tmp_path, monkeyp
                 save_checkpoint(path, {"a": np.ones(3)})
         assert path.read_bytes() == before
         assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
-def test_a_run_that_is_killed_at_random_moments_ends_as_if_it_had_not_been(tmp_path):
-    script = Path(__file__).parents[1] / "benchmarks" / "kill_test.py"
-    command = [sys.executable, str(script), "--kills", "2", "--output", str(tmp_path)]
-    subprocess.run(command, check=True, capture_output=True, cwd=script.parents[1])
-    result = json.loads((tmp_path / "kill_test.json").read_text())
-    assert result["kills"] == 2
-    assert result["unreadable"] == 0
-    assert result["lost_steps"] <= result["every"]
-    assert result["equal_bit_for_bit"]
