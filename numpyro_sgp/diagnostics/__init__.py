@@ -3,5 +3,15 @@
 from numpyro_sgp.diagnostics.calibrated import Calibration, calibration
 from numpyro_sgp.diagnostics.importance import psis_khat
 from numpyro_sgp.diagnostics.leave_one_out import loo_cavity
+from numpyro_sgp.diagnostics.plots import plot_band, plot_hyperparameters, plot_inducing, plot_training
 
-__all__ = ["Calibration", "calibration", "loo_cavity", "psis_khat"]
+__all__ = [
+    "Calibration",
+    "calibration",
+    "loo_cavity",
+    "plot_band",
+    "plot_hyperparameters",
+    "plot_inducing",
+    "plot_training",
+    "psis_khat",
+]
