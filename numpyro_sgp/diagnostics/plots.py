@@ -7,7 +7,7 @@ from jax.typing import ArrayLike
 import numpy as np
 
 from numpyro_sgp.distributions import SparsePosterior
-from numpyro_sgp.inducing import AbstractInducing, as_inducing
+from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, InducingPoints, as_inducing
 from numpyro_sgp.optim import num_refused
 
 __all__ = ["plot_band", "plot_hyperparameters", "plot_inducing", "plot_training"]
@@ -93,12 +93,13 @@ def plot_inducing(
         The axes.
 
     Raises:
-        ValueError: inducing variables that are not values at inputs, or inputs of another width.
+        TypeError: inducing variables that are not values at inputs.
+        ValueError: inputs of another width.
     """
     inducing, X = as_inducing(inducing), np.asarray(X)
-    if not hasattr(inducing, "Z"):
+    if not isinstance(inducing, InducingPoints | BoundedInducingPoints):
         msg = f"`inducing` must have inputs `Z` to be drawn, got {type(inducing).__name__}."
-        raise ValueError(msg)
+        raise TypeError(msg)
     Z = np.asarray(inducing.Z)
     if X.ndim != 2 or X.shape[-1] != Z.shape[-1]:
         msg = f"`X` has shape {X.shape}, and the inducing inputs {Z.shape}. Give both with the same columns."
