@@ -42,6 +42,7 @@ def moments_at(Z, anchor, lambda1, Lambda2, X):
     return dual_projected(lambda1, Lambda2, Lu, A, kff), projected_at(lambda1, Lambda2, Lu, L)
 
 
+@pytest.mark.once
 def test_sites_moved_to_the_current_inducing_inputs_are_the_same_posterior():
     X, _ = data()
     anchor = jnp.linspace(-2.0, 2.0, M)[:, None]
@@ -52,6 +53,7 @@ def test_sites_moved_to_the_current_inducing_inputs_are_the_same_posterior():
         assert_allclose(after, before, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.once
 def test_an_anchor_at_the_inducing_inputs_changes_nothing():
     X, _ = data()
     Z = jnp.linspace(-2.0, 2.0, M)[:, None]
@@ -65,6 +67,7 @@ def test_an_anchor_at_the_inducing_inputs_changes_nothing():
     assert_allclose(moved[1], Lambda2, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.once
 def test_anchored_sums_are_per_datum_sites_seen_through_the_anchor():
     # Sites at the rows of X, summed at the anchor, are sites of the process at the anchor: where the anchor determines
     # f(X) (as many anchors as data) moving Z away from it loses nothing.

@@ -69,6 +69,7 @@ def titsias(name):
 # Each guide is the dense Gaussian that its parameters stand for.
 
 
+@pytest.mark.once
 @every_guide
 @pytest.mark.usefixtures("x64")
 def test_the_posterior_at_new_inputs_is_the_dense_conditional(name):
@@ -83,6 +84,7 @@ def test_the_posterior_at_new_inputs_is_the_dense_conditional(name):
     assert_allclose(q.kl, oracles.gaussian_kl(m, S, prior.Kuu), rtol=1e-8)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("likelihood", ["normal", "poisson", "student_t"])
 @every_guide
 @pytest.mark.usefixtures("x64")
@@ -94,6 +96,7 @@ def test_the_loss_is_minus_the_dense_bound(name, likelihood):
     assert_allclose(loss_at(params, model, guide, X, y), -bound, rtol=1e-8)
 
 
+@pytest.mark.once
 @every_guide
 @pytest.mark.usefixtures("x64")
 def test_a_guide_starts_at_the_prior(name):
@@ -107,6 +110,7 @@ def test_a_guide_starts_at_the_prior(name):
     assert_allclose(loss_at(params, model, guide, X, model.y), -np.sum(expected), rtol=1e-10)
 
 
+@pytest.mark.once
 @every_guide
 @pytest.mark.usefixtures("x64")
 def test_the_bound_is_below_the_evidence_from_anywhere(name):
@@ -142,6 +146,7 @@ def test_one_natural_step_on_a_gaussian_likelihood_is_titsias_from_any_start(nam
         assert sgp.num_refused(state) == 0
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_the_dense_posterior_after_one_step_has_the_log_marginal_likelihood_and_predicts_as_gp_regression():
     model, guide, y, params = set_up("dense")
@@ -236,6 +241,7 @@ def test_an_update_moves_hyperparameters_along_the_gradient_at_the_old_sites(nam
     assert_allclose((old["lengthscale"][1] - new["lengthscale"][1]) / rate, slope, rtol=1e-8)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", [name for name in GUIDES if name != "dense"])
 @pytest.mark.usefixtures("x64")
 def test_the_gradient_of_trained_inducing_inputs_is_that_of_the_dense_bound(name):
@@ -261,6 +267,7 @@ def test_the_gradient_of_trained_inducing_inputs_is_that_of_the_dense_bound(name
     assert_allclose(jax.grad(loss)(0.0), oracles.derivative(dense, 2e-3), rtol=1e-8)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["unwhitened", "per_datum"])
 @pytest.mark.usefixtures("x64")
 def test_fixed_inducing_inputs_have_no_gradient(name):

@@ -76,6 +76,7 @@ def test_the_process_has_the_guides_posterior_at_any_inputs(name):
         assert_allclose(q.kl, expected.kl, rtol=1e-12)
 
 
+@pytest.mark.once
 def test_the_process_goes_through_jit_vmap_and_pickle():
     guide = GUIDES["tied"](hierarchical, Z)
     params = arbitrary_parameters(hierarchical, guide, X, y)
@@ -86,6 +87,7 @@ def test_the_process_goes_through_jit_vmap_and_pickle():
         assert_allclose(mean, guide.posterior(key, params, X_new)["f"].mean, rtol=1e-9)
 
 
+@pytest.mark.once
 def test_many_batches_are_predicted_without_a_factorisation():
     guide, params = made("whitened")
     process = process_posterior(guide, jax.random.key(0), params, X)["f"]
@@ -110,6 +112,7 @@ def test_function_draws_have_the_mean_and_covariance_of_the_posterior(name):
     check_moments(draws, q.mean, q.covariance())
 
 
+@pytest.mark.once
 def test_function_draws_are_the_same_functions_at_every_call_and_differ_from_each_other():
     guide = GUIDES["tied"](hierarchical, Z)
     params = arbitrary_parameters(hierarchical, guide, X, y)
@@ -321,6 +324,7 @@ def test_means_follow_each_draw_of_their_parameters():
     assert abs(np.std(slopes) - params["weight_auto_scale"]) < 5 * error
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
@@ -340,6 +344,7 @@ def test_what_has_no_function_draws_raises_and_says_what_to_do(model, error, mes
         functions_of(model)
 
 
+@pytest.mark.once
 def test_a_warp_that_shows_its_weights_is_drawn():
     def scaled(weight, X):
         return weight * X
@@ -348,6 +353,7 @@ def test_a_warp_that_shows_its_weights_is_drawn():
     assert np.all(np.isfinite(f(X_new)))
 
 
+@pytest.mark.once
 def test_inputs_of_another_width_and_wrong_counts_raise():
     f = functions_of(plain)
     with pytest.raises(ValueError, match="this site's `X` has shape"):
@@ -364,6 +370,7 @@ def test_inputs_of_another_width_and_wrong_counts_raise():
         process_posterior(guide, jax.random.key(0), {k: v for k, v in params.items() if not k.endswith("sites")}, X)
 
 
+@pytest.mark.once
 def test_a_family_without_inducing_variables_of_its_own_is_refused_by_name():
     class Combined(sgp.Whitened):
         def moments(self, param, prior, batch_shape):

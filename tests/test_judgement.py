@@ -90,6 +90,7 @@ def left_out(name, n):
     return 0.3 + m, v + kff[n] - Q[n, n]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", GUIDES)
 def test_cavities_of_a_gaussian_likelihood_are_exact_leave_one_out(name):
     svi, result = fitted(normal, GUIDES[name](normal), X, y)
@@ -165,6 +166,7 @@ def test_cavities_of_banana_are_within_a_twentieth_of_a_nat_of_fitting_again():
     assert max(errors) < 0.05, errors
 
 
+@pytest.mark.once
 def test_draws_of_the_hyperparameters_are_weighted_as_if_the_datum_had_not_been_seen():
     def model(X, y=None):
         lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-0.2, 0.3))
@@ -285,6 +287,7 @@ def titsias(y, name):
     return oracles.titsias_bound(Kuu, Kuf, kff, y - 0.3, NOISE)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", GUIDES)
 def test_the_ratio_of_the_best_posterior_is_the_bound_at_every_draw(name):
     svi, result = fitted(normal, GUIDES[name](normal), X, y)
@@ -357,6 +360,7 @@ def predictions(scale, draws=2000, rows=1500):
     }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("scale", [1.0, 0.5, 2.0])
 def test_coverage_transforms_and_widths_are_those_of_the_distributions(scale):
     c = calibration(predictions(scale), levels=(0.5, 0.9))
@@ -372,6 +376,7 @@ def test_coverage_transforms_and_widths_are_those_of_the_distributions(scale):
         assert stats.kstest(c.pit, "uniform").pvalue < 1e-6
 
 
+@pytest.mark.once
 def test_transforms_of_counts_are_randomised_to_be_uniform():
     rng = np.random.default_rng(4)
     data = predictions(1.0)
@@ -446,6 +451,7 @@ def replicated(X, y=None):
         numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("fn", "model", "args", "options", "message"),
     [

@@ -121,6 +121,7 @@ def test_a_batch_of_kernels_gives_the_sum_of_the_bounds_of_each_kernel(name):
         assert_allclose(posterior.kl[c], q.kl, rtol=1e-10)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", MINIBATCH)
 def test_inducing_inputs_of_each_latent_give_the_sum_of_their_bounds(name):
     own = np.random.default_rng(1).normal(size=(C, M, D))
@@ -170,6 +171,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("families", FAMILIES.values(), ids=FAMILIES)
 def test_each_site_has_the_family_that_the_dict_says(families):
     guide = sgp.AutoSparseGP(two_sites, families)
@@ -179,6 +181,7 @@ def test_each_site_has_the_family_that_the_dict_says(families):
     assert_allclose(loss_at(params, two_sites, guide, X, Y), first + second, rtol=1e-10)
 
 
+@pytest.mark.once
 @two_guides
 def test_the_sum_of_two_sites_in_one_likelihood_is_integrated_exactly(name):
     def model(X, y):
@@ -193,6 +196,7 @@ def test_the_sum_of_two_sites_in_one_likelihood_is_integrated_exactly(name):
     assert_allclose(loss_at(params, model, guide, X, y), q["f"].kl + q["g"].kl - ell, rtol=1e-10)
 
 
+@pytest.mark.once
 @two_guides
 def test_each_observed_site_adds_its_own_expectation(name):
     def model(X, y=None, counts=None):
@@ -248,6 +252,7 @@ def test_with_point_estimates_of_other_latents_the_bound_is_the_closed_form(name
     assert_allclose(loss_at(params, with_other_latents, guide, X, y), q.kl - ell - log_prior(**values), rtol=1e-10)
 
 
+@pytest.mark.once
 def test_with_narrow_normals_of_other_latents_the_bound_is_the_closed_form():
     scale, known = 1e-8, {"noise": 0.6, "lengthscale": 1.3}
     # NumPyro knows the divergence between normals; that of the two positive latents it would sample.
@@ -275,6 +280,7 @@ def user_guide(X, y=None):
             numpyro.sample(site, dist.Delta(loc))
 
 
+@pytest.mark.once
 def test_a_guide_function_of_the_user_is_a_base_like_the_autoguide_it_imitates():
     by_function = GUIDES["tied"](with_other_latents, Z, base=user_guide)
     by_class = GUIDES["tied"](with_other_latents, Z, base=AutoDelta)
@@ -287,6 +293,7 @@ def test_a_guide_function_of_the_user_is_a_base_like_the_autoguide_it_imitates()
     )
 
 
+@pytest.mark.once
 def test_an_autoguide_made_by_the_user_is_a_base_like_its_class():
     made = AutoNormal(handlers.block(with_other_latents, hide=["f"]))
     by_instance = GUIDES["tied"](with_other_latents, Z, base=made)
@@ -340,6 +347,7 @@ def test_parameters_of_the_model_are_trained_as_hyperparameters(name):
     assert abs(params["noise"] - 0.3) > 0.02
 
 
+@pytest.mark.once
 @all_guides
 def test_a_warped_kernel_is_its_base_kernel_at_warped_inputs(name):
     weights = np.random.default_rng(4).normal(size=(D, 3))
@@ -396,6 +404,7 @@ def masked(X, y, mask):
         numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
 
 
+@pytest.mark.once
 @all_guides
 @pytest.mark.parametrize("missing", [-3.0, np.nan], ids=["number", "NaN"])
 def test_masked_outputs_count_as_dropped_rows(name, missing):
@@ -422,6 +431,7 @@ def test_a_training_step_with_masked_outputs_is_the_step_with_rows_dropped(name)
             assert_allclose(got, want, rtol=1e-8, atol=1e-10, err_msg=site)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ONE_SITE_A_ROW)
 def test_sites_of_masked_rows_stay_empty(name):
     args = X, np.where(observed, y, np.nan), observed
@@ -434,6 +444,7 @@ def test_sites_of_masked_rows_stay_empty(name):
     assert sgp.num_refused(state) == 0
 
 
+@pytest.mark.once
 @two_guides
 def test_obs_mask_makes_missing_outputs_latent(name):
     def model(X, y):
@@ -465,6 +476,7 @@ def test_scaling_the_likelihood_is_replicating_the_data(name):
     assert_allclose(loss_at(params, scaled, guide, X, y), replicated, rtol=1e-10)
 
 
+@pytest.mark.once
 @all_guides
 def test_scaling_the_whole_model_scales_the_bound(name):
     guide = GUIDES[name](gaussian, Z)
@@ -474,6 +486,7 @@ def test_scaling_the_whole_model_scales_the_bound(name):
     assert_allclose(loss, 3.0 * loss_at(params, gaussian, guide, X, y), rtol=1e-10)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", MINIBATCH)
 def test_the_mean_over_all_external_minibatches_is_the_full_loss(name):
     guide = GUIDES[name](gaussian, Z)
@@ -492,6 +505,7 @@ def subsampling(X, y=None, batch=BATCH):
         numpyro.sample("y", dist.Normal(f_batch, NOISE), obs=y_batch)
 
 
+@pytest.mark.once
 @all_guides
 def test_the_mean_over_all_subsamples_inside_the_model_is_the_full_loss(name):
     params = arbitrary_parameters(gaussian, full := GUIDES[name](gaussian, Z), X, y)
@@ -597,6 +611,7 @@ def counting(X, y=None):
         numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["whitened", "tied", "dense"])
 def test_mutable_state_advances_once_a_step_and_the_gp_sees_its_current_value(name):
     frozen = optax.sgd(0.0)
@@ -637,6 +652,7 @@ def test_mutable_state_survives_a_run(case):
     assert_allclose(result.state.mutable_state["counter"]["value"], 4.0)
 
 
+@pytest.mark.once
 @two_guides
 def test_deterministic_sites_leave_the_loss_alone_and_follow_the_draws(name):
     def model(X, y=None):
@@ -657,6 +673,7 @@ def test_deterministic_sites_leave_the_loss_alone_and_follow_the_draws(name):
     assert_allclose(predicted["rate"], np.exp(predicted["f"]), rtol=1e-12)
 
 
+@pytest.mark.once
 @all_guides
 def test_a_prior_mean_shifts_outputs_and_posterior(name):
     offset = RNG.normal(size=N)
@@ -678,6 +695,7 @@ def test_a_prior_mean_shifts_outputs_and_posterior(name):
         assert_allclose(shifted.variance, q.variance, rtol=1e-12)
 
 
+@pytest.mark.once
 @two_guides
 def test_conditioning_a_latent_adds_its_log_density(name):
     def given(X, y=None, noise=NOISE):
@@ -695,6 +713,7 @@ def test_conditioning_a_latent_adds_its_log_density(name):
     assert_allclose(loss_at(params, conditioned, guide, X, y), expected, rtol=1e-10)
 
 
+@pytest.mark.once
 @two_guides
 def test_an_observed_gp_site_keeps_its_exact_density(name):
     f_given = RNG.normal(size=N)
@@ -715,6 +734,7 @@ def test_an_observed_gp_site_keeps_its_exact_density(name):
     assert set(guide.posterior(jax.random.key(0), params, X)) == {"f"}
 
 
+@pytest.mark.once
 @two_guides
 def test_scoping_the_model_only_renames(name):
     scoped = handlers.scope(with_other_latents, prefix="inner")
@@ -785,6 +805,7 @@ def test_the_progress_bar_and_stable_update_change_no_number(plain_run):
     assert_allclose(stable.params["lengthscale"], result.params["lengthscale"], rtol=1e-10)
 
 
+@pytest.mark.once
 def test_a_run_continued_from_its_state_is_the_longer_run(plain_run):
     svi, result = plain_run
     first = svi.run(jax.random.key(0), 2, X, y, progress_bar=False)
@@ -793,6 +814,7 @@ def test_a_run_continued_from_its_state_is_the_longer_run(plain_run):
     assert_allclose(second.params["f_auto_sites"].Lambda2, result.params["f_auto_sites"].Lambda2, rtol=1e-9)
 
 
+@pytest.mark.once
 def test_updates_one_by_one_and_a_compiled_init_are_the_run(plain_run):
     svi, result = plain_run
     state = jax.jit(svi.init)(jax.random.key(0), X, y)
@@ -830,6 +852,7 @@ def test_a_healthy_run_refuses_nothing_and_lowers_the_loss(name, likelihood):
     assert np.all(np.diff(losses) < 0.0), losses
 
 
+@pytest.mark.once
 def test_a_schedule_gives_each_step_its_size():
     sizes = (1.0, 0.25, 0.5)
 
@@ -850,6 +873,7 @@ def test_a_schedule_gives_each_step_its_size():
         assert_allclose(lambda1, size * target, rtol=1e-10)
 
 
+@pytest.mark.once
 def test_a_constant_schedule_is_the_constant(plain_run):
     _, result = plain_run
     svi = SVI(
@@ -861,6 +885,7 @@ def test_a_constant_schedule_is_the_constant(plain_run):
         assert_allclose(loss, expected, rtol=1e-9)
 
 
+@pytest.mark.once
 def test_inducing_inputs_may_be_chosen_by_a_function_of_kernel_inputs_and_key():
     def choose(kernel, X, rng_key):
         order = jnp.argsort(kernel(X[:1], X)[0])  # farthest from the first row first

@@ -285,6 +285,7 @@ def test_a_step_moves_to_the_targets_of_floored_precisions(name, floor):
     assert_allclose(new2, 0.6 * old2 + 0.4 * target2, rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_the_floor_keeps_tied_precisions_positive_semi_definite():
     model, guide, y, _ = set_up("tied", "student_t_with_outliers")
@@ -295,6 +296,7 @@ def test_the_floor_keeps_tied_precisions_positive_semi_definite():
     assert sgp.num_refused(state) == 0
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_step_after_the_inducing_inputs_have_moved_starts_from_the_same_posterior_there():
     # ρ = 0.4 between the old sites, functions of u' at the anchor, and targets at u; both re-expressed in u.
@@ -324,6 +326,7 @@ def random_sites(kind, rng):
     return DatumSites(rng.normal(size=(3, N)), rng.normal(size=(3, N)), X)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("kind", ["tied", "per_datum"])
 @pytest.mark.usefixtures("x64")
 def test_derivatives_at_zero_are_those_of_a_finite_perturbation(kind):
@@ -359,6 +362,7 @@ def test_derivatives_at_zero_are_those_of_a_finite_perturbation(kind):
             assert_allclose(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_the_perturbation_is_the_first_order_change_of_the_dense_posterior():
     rng = np.random.default_rng(0)
@@ -390,6 +394,7 @@ def test_the_perturbation_is_the_first_order_change_of_the_dense_posterior():
 # Schedules.
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_the_step_size_schedule_is_used_one_value_for_each_update():
     # With a Gaussian likelihood the targets stay where they are: steps of 1 / (k + 2) average them with the start.
@@ -488,6 +493,7 @@ def test_a_batch_with_nan_is_refused_and_later_steps_go_on(name):
     assert losses[-1] < -bound + 1e-3  # the optimum at the first hyperparameters, which have improved since
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_refused_step_halves_the_next_one_and_a_success_restores_it():
     model, guide, y, _ = set_up("tied", "normal")
@@ -514,6 +520,7 @@ def two_modes(X, y=None):
         numpyro.factor("y", jnp.logaddexp(-0.5 * ((y - f) / 0.6) ** 2, -0.5 * ((y + f) / 0.6) ** 2))
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_steps_that_leave_the_cone_are_refused_until_the_optimum_is_reached():
     # |f| is observed: around f = 0 the likelihood is strongly convex, and half a step from the prior makes Kuu⁻¹ + Λ₂
@@ -536,6 +543,7 @@ def test_steps_that_leave_the_cone_are_refused_until_the_optimum_is_reached():
     assert_allclose(losses[-1], -bound, rtol=1e-8)
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_stable_update_reports_a_refused_step_as_nan():
     model, guide, y, _ = set_up("tied", "poisson")
@@ -552,6 +560,7 @@ def test_a_stable_update_reports_a_refused_step_as_nan():
     same(svi.get_params(state), svi.get_params(start))
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_stable_run_is_the_run_where_nothing_is_refused():
     losses = []
@@ -565,6 +574,7 @@ def test_a_stable_run_is_the_run_where_nothing_is_refused():
 # Mistakes.
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -582,6 +592,7 @@ def test_wrong_arguments_say_what_is_needed(arguments, error, message):
         sgp.NaturalGradient(**arguments)
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_guide_without_sites_is_refused():
     model = Model()
@@ -590,6 +601,7 @@ def test_a_guide_without_sites_is_refused():
         svi.init(jax.random.key(0), X, model.y)
 
 
+@pytest.mark.once
 def test_gradients_alone_are_refused():
     with pytest.raises(TypeError, match="evaluates the loss itself"):
         sgp.NaturalGradient().update({}, (0, None))

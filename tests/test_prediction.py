@@ -122,6 +122,7 @@ def test_joint_draws_have_the_posterior_covariance_whatever_their_sample_shape(n
     assert np.all(np.abs(one - q.mean) < 6 * np.sqrt(q.variance))
 
 
+@pytest.mark.once
 def test_draws_of_f_go_with_the_draws_of_the_hyperparameters():
     guide = GUIDES["tied"](continuous, Z)
     params = arbitrary_parameters(continuous, guide, X, y)
@@ -170,6 +171,7 @@ def test_median_and_quantiles_are_the_closed_form(name):
     assert_allclose(quantiles["noise"][1], median["noise"], rtol=1e-10)
 
 
+@pytest.mark.once
 def test_median_and_quantiles_without_other_latents_are_those_of_the_gp():
     guide = GUIDES["tied"](plain, Z)
     params = arbitrary_parameters(plain, guide, X, y)
@@ -304,6 +306,7 @@ def test_a_pickled_guide_predicts_the_same_after_a_run(name):
     assert_allclose(kept.mean, q.mean, rtol=0.0)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["natural", "per_datum"])
 def test_predicting_elsewhere_does_not_change_what_a_guide_trains_on(name):
     guide = GUIDES[name](continuous, Z)

@@ -54,6 +54,7 @@ def one_latent(X, y=None):
         numpyro.sample("y", dist.StudentT(4.0, f, 0.5), obs=y)
 
 
+@pytest.mark.once
 def test_rules_integrate_polynomials_up_to_their_degree():
     nodes, weights = gauss_hermite(6)
     for power, moment in ((0, 1.0), (1, 0.0), (2, 1.0), (4, 3.0), (10, 945.0)):
@@ -62,6 +63,7 @@ def test_rules_integrate_polynomials_up_to_their_degree():
     assert_allclose(np.sum(weights * grid[:, 0] ** 2 * grid[:, 1] ** 4), 3.0, rtol=1e-12)
 
 
+@pytest.mark.once
 def test_one_latent_is_integrated_as_dense_quadrature_does():
     guide, params, q = setup(one_latent)
     q = q["f"]
@@ -74,6 +76,7 @@ def test_one_latent_is_integrated_as_dense_quadrature_does():
     assert_allclose(by_posterior, expected, rtol=1e-10)
 
 
+@pytest.mark.once
 def test_trace_mean_field_agrees_in_expectation_and_trace_elbo_is_refused():
     guide, params, _ = setup(one_latent)
     exact = elbo(sgp.QuadratureELBO(), one_latent, guide, params, X, Y)
@@ -92,6 +95,7 @@ def two_latents(X, y=None):
         numpyro.sample("y", dist.Normal(f, jnp.exp(g)), obs=y)
 
 
+@pytest.mark.once
 def test_two_latents_for_each_datum_are_integrated_on_a_product_grid():
     guide, params, q = setup(two_latents)
     # In closed form over f: E[log N(y | f, e^g)] = −g − ½ ((y − m)² + v) e^(−2g) − ½ log 2π, and E[e^(−2g)] likewise.
@@ -112,6 +116,7 @@ def several_sites(X, y=None):
         numpyro.sample("sum", dist.Normal(f + g, 0.7), obs=y)
 
 
+@pytest.mark.once
 def test_each_observed_site_is_integrated_over_the_latents_it_depends_on():
     guide, params, q = setup(several_sites)
     f, g = (tuple(np.asarray(x) for x in (q[name].mean, q[name].variance)) for name in ("f", "g"))
@@ -131,6 +136,7 @@ def paired_outputs(X, y=None):
         numpyro.sample("y", dist.StudentT(4.0, f[:, 0], 0.5), obs=y)
 
 
+@pytest.mark.once
 def test_latents_paired_with_outputs_by_a_plate_need_one_axis_only():
     Y3 = np.stack([Y, 2.0 * Y, -Y])
     guide, params, q = setup(paired_outputs, args=(X, Y3))
@@ -151,6 +157,7 @@ def classes(X, y=None):
         numpyro.sample("y", dist.Categorical(logits=f.T), obs=y)
 
 
+@pytest.mark.once
 def test_more_than_two_latents_are_sampled_without_bias():
     labels = RNG.integers(0, 3, N)
     guide, params, q = setup(classes, args=(X, labels))
@@ -173,6 +180,7 @@ def deep(X, y=None):
         numpyro.sample("y", dist.Normal(outer, 0.3), obs=y)
 
 
+@pytest.mark.once
 def test_a_gp_on_a_gp_is_integrated_given_draws_of_the_inner_one():
     guide, params, q = setup(deep)
     inner = q["inner"]

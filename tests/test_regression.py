@@ -40,6 +40,7 @@ def linear_mean(X):
 # The bounds.
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("noise_scale", [NOISE, ONE_FOR_EACH_ROW], ids=["one", "one_a_row"])
 @pytest.mark.parametrize("mean", [MEAN, linear_mean], ids=["constant", "function"])
 @pytest.mark.parametrize("bound", EVIDENCE)
@@ -51,6 +52,7 @@ def test_the_log_density_is_the_dense_bound(bound, mean, noise_scale):
     assert_allclose(site(noise_scale, bound, mean).log_prob(Y), expected, rtol=1e-12)
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_with_inducing_inputs_at_the_data_every_bound_is_the_evidence():
     K = oracles.se(X, X, LENGTHSCALE, VARIANCE)
@@ -60,6 +62,7 @@ def test_with_inducing_inputs_at_the_data_every_bound_is_the_evidence():
         assert_allclose(exact.log_prob(Y), evidence, rtol=1e-10)
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_the_variational_bound_is_below_the_evidence_and_the_others_need_not_be():
     K = oracles.se(X, X, LENGTHSCALE, VARIANCE)
@@ -108,6 +111,7 @@ def test_float32_keeps_its_digits_where_the_noise_is_small():
     assert_allclose(got, expected, atol=0.1)
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_batch_of_latents_is_each_of_them():
     variances, noises = np.array([[0.7], [1.3], [2.0]]), np.array([[0.5], [0.4], [0.3]])
@@ -127,6 +131,7 @@ def test_a_batch_of_latents_is_each_of_them():
         assert_allclose(q.variance[index], expected.variance, rtol=1e-10)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("bound", EVIDENCE)
 @pytest.mark.usefixtures("x64")
 def test_draws_have_the_mean_and_covariance_of_the_model_behind_the_bound(bound):
@@ -148,6 +153,7 @@ def test_draws_have_the_mean_and_covariance_of_the_model_behind_the_bound(bound)
 # The optimal posterior.
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("bound", ["titsias", "fitc"])
 @pytest.mark.usefixtures("x64")
 def test_the_optimal_posterior_is_the_dense_one(bound):
@@ -190,6 +196,7 @@ def test_the_optimal_posterior_is_one_natural_step_of_every_guide(name):
     assert_allclose(step.variance, optimum.marginals(X_NEW).variance, rtol=1e-8)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "learn_inducing"),
     [*((name, False) for name in GUIDES), *((name, True) for name in GUIDES if name != "dense")],
@@ -205,6 +212,7 @@ def test_every_guide_started_from_the_optimum_has_the_bound_at_once(name, learn_
     assert_allclose(-svi.evaluate(state, X, Y), regression.log_prob(Y), rtol=1e-9)
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_dict_starts_the_sites_it_names_and_leaves_the_others_at_the_prior():
     def two(X, y=None):
@@ -223,6 +231,7 @@ def test_a_dict_starts_the_sites_it_names_and_leaves_the_others_at_the_prior():
         wrong.init(jax.random.key(0), X, Y)
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_model_can_predict_from_its_own_regression():
     def model(X, y, X_new=None):
@@ -311,6 +320,7 @@ def test_nuts_with_inducing_inputs_at_the_data_is_nuts_on_the_exact_marginal_lik
 # Mistakes.
 
 
+@pytest.mark.once
 def test_mistakes_say_what_came_and_what_is_needed():
     with pytest.raises(ValueError, match=r"`bound` must be one of .*'vfe'"):
         site(bound="vfe")
@@ -326,6 +336,7 @@ def test_mistakes_say_what_came_and_what_is_needed():
         site(mean=np.zeros(N)).condition(Y).marginals(X_NEW)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("inducing", [Z + 0.1, Z[:-1]], ids=["values", "shape"])
 def test_a_start_at_other_inducing_inputs_is_refused(inducing):
     model = Model()
@@ -334,6 +345,7 @@ def test_a_start_at_other_inducing_inputs_is_refused(inducing):
         SVI(model, guide, optax.sgd(0.1), sgp.QuadratureELBO()).init(jax.random.key(0), X, Y)
 
 
+@pytest.mark.once
 def test_a_start_at_other_rows_is_refused_or_not_a_number_under_jit():
     model = Model()
     guide = sgp.AutoTSVGP(model, None, init_from=site().condition(Y))
