@@ -104,7 +104,9 @@ def main(arguments: argparse.Namespace) -> None:
     from common import report
 
     num_steps, repeats = (20, 1) if arguments.reduced else (1500, arguments.repeats)
-    environment = {key: value for key, value in os.environ.items() if "COMPILATION_CACHE" not in key}
+    environment = dict(os.environ)
+    if not arguments.reduced:
+        environment = {key: value for key, value in environment.items() if "COMPILATION_CACHE" not in key}
     if arguments.sgp_path:
         environment["PYTHONPATH"] = str(arguments.sgp_path)
     command = [sys.executable, __file__, "--child", "--steps", str(num_steps)]

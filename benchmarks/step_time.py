@@ -140,7 +140,7 @@ KINDS = ("whitened", "tied projections", "tied projections, Z fixed", "tied cova
 def measure(kind: str, M: int, B: int, repeats: int) -> dict:
     """Run `child` in a process with one thread."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     environment = {**os.environ, **threads, "XLA_FLAGS": flags}
     numbers = [str(x) for x in (M, B, repeats)]
     command = [sys.executable, __file__, "--child", kind, "--numbers", *numbers]

@@ -20,6 +20,8 @@ GUIDES = {
         model, dict.fromkeys(Z) if isinstance(Z, dict) else None, **options
     ),
 }
+# One of each kind, for what does not depend on how a posterior is parametrised.
+KINDS = ["whitened", "natural", "tied", "dense"]
 MINIBATCH = ["whitened", "unwhitened", "natural", "tied", "tied_covariance"]
 ONE_SITE_A_ROW = ["per_datum", "dense"]
 NATURAL = ["natural", "tied", "tied_covariance", "per_datum", "dense"]

@@ -6,7 +6,7 @@ import importlib.util
 import math
 
 import arviz as az
-from guides import GUIDES, MINIBATCH, arbitrary_parameters, optimizer
+from guides import GUIDES, KINDS, MINIBATCH, arbitrary_parameters, optimizer
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +35,7 @@ y, Y = RNG.normal(size=N), RNG.normal(size=(C, N))
 counts = RNG.poisson(2.0, size=N)
 observed = np.array([True, True, False, True, False, True, True])
 NOISE = 0.7
-all_guides = pytest.mark.parametrize("name", GUIDES)
+each_kind = pytest.mark.parametrize("name", KINDS)
 
 
 def gaussian(X, y=None, num_data=None):
@@ -192,7 +192,8 @@ def test_the_importance_ratio_of_an_exact_posterior_is_the_evidence_at_every_dra
     assert_allclose(ratio, evidence, atol=1e-5)
 
 
-@all_guides
+@pytest.mark.once
+@each_kind
 def test_the_mean_importance_ratio_is_the_bound(name):
     guide, data, params = converted(name)
     ratio = values(data, "sample_stats", "lp") - values(data, "sample_stats", "log_q")
@@ -203,6 +204,7 @@ def test_the_mean_importance_ratio_is_the_bound(name):
     assert abs(np.mean(log_q) - kl) < 5 * np.std(log_q) / math.sqrt(2000)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("base", [AutoNormal, AutoMultivariateNormal])
 def test_densities_of_hyperparameters_are_those_of_prior_and_guide(base):
     data, params = arbitrary(hierarchical, GUIDES["whitened"](hierarchical, Z, base=base), X, y)
@@ -227,6 +229,7 @@ def test_densities_of_hyperparameters_are_those_of_prior_and_guide(base):
     assert np.all(rest > -0.5 * stats.chi2.ppf(1 - 1e-9, M) - log_S)  # −½|ε|² − log|S½| + ½|v|²
 
 
+@pytest.mark.once
 def test_log_q_of_a_dense_posterior_at_other_rows_is_unknown():
     guide = GUIDES["dense"](gaussian, Z)
     params = arbitrary_parameters(gaussian, guide, X, y)
@@ -249,7 +252,7 @@ def fitted():
         yield to_arviz(jax.random.key(1), svi, result, X_LOO, y_loo, num_samples=200), result.params
 
 
-@all_guides
+@each_kind
 def test_groups_hold_what_each_draw_implies(name):
     guide, data, params = converted(name)
     assert groups_of(data) == {
@@ -297,6 +300,7 @@ def test_given_names_and_coordinates_are_used_in_every_group():
     assert float(data["constant_data"]["X"].sel(station="s2", axis="north")) == X[2, 1]
 
 
+@pytest.mark.once
 def test_latents_under_a_plate_and_vector_outcomes_have_one_likelihood_for_each_datum():
     def model(X, Y):
         with numpyro.plate("class", C):
@@ -377,6 +381,7 @@ def test_masked_entries_are_absent_and_the_others_keep_their_coordinates():
     assert np.isfinite(elpd(loo))
 
 
+@pytest.mark.once
 def test_what_stands_at_a_masked_entry_does_not_matter_and_the_densities_are_those_without_it():
     def dropped(X, y):
         f = numpyro.sample("f", sgp.GaussianProcess(Matern52(1.1, 0.8), X))
@@ -398,6 +403,7 @@ def test_what_stands_at_a_masked_entry_does_not_matter_and_the_densities_are_tho
                 assert_allclose(data[group][name].values, with_nan[group][name].values, rtol=1e-10)
 
 
+@pytest.mark.once
 def test_a_table_with_missing_entries_becomes_a_list_of_the_observed_ones():
     present = np.random.default_rng(8).uniform(size=(C, N)) < 0.6
 
@@ -451,6 +457,7 @@ def check_batches(data, guide, params, model, args):
     assert abs(np.mean(ratio) - bound) < 5 * np.std(ratio) / math.sqrt(len(ratio))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["whitened", "tied"])
 def test_rows_given_as_arguments_are_run_in_batches_with_one_function_for_all(name):
     assert name in MINIBATCH
@@ -467,6 +474,7 @@ def test_a_plate_that_subsamples_is_run_over_all_of_its_rows():
     assert_array_equal(values(data, "constant_data", "X"), X)
 
 
+@pytest.mark.once
 def test_hyperparameters_are_the_same_in_all_batches_and_the_same_as_without():
     guide = GUIDES["tied"](hierarchical, Z)
     params = arbitrary_parameters(hierarchical, guide, X, y)
@@ -481,6 +489,7 @@ def test_hyperparameters_are_the_same_in_all_batches_and_the_same_as_without():
     assert_allclose(values(batches, "sample_stats", "log_q"), values(whole, "sample_stats", "log_q"), rtol=1e-8)
 
 
+@pytest.mark.once
 def test_the_number_of_all_rows_reaches_a_model_that_takes_it_and_masks_are_cut_too():
     seen = []
 
@@ -501,6 +510,7 @@ def test_the_number_of_all_rows_reaches_a_model_that_takes_it_and_masks_are_cut_
     assert_allclose(values(data, "log_likelihood", "y"), stats.norm.logpdf(y[observed], f, NOISE), rtol=1e-9)
 
 
+@pytest.mark.once
 def test_a_site_at_all_inputs_whose_likelihood_is_subsampled_keeps_one_value_for_all_batches():
     def model(X, y):
         f = numpyro.sample("f", sgp.GaussianProcess(Matern52(1.1, 0.8), X, lambda x: x[:, 0]))
@@ -515,6 +525,7 @@ def test_a_site_at_all_inputs_whose_likelihood_is_subsampled_keeps_one_value_for
     assert_allclose(values(data, "log_likelihood", "y"), stats.norm.logpdf(y, f, NOISE), rtol=1e-10)
 
 
+@pytest.mark.once
 def test_a_function_of_a_whole_batch_is_left_out_with_a_warning():
     def model(X, y):
         f = numpyro.sample("f", sgp.GaussianProcess(Matern52(1.1, 0.8), X))
@@ -533,6 +544,7 @@ def test_a_function_of_a_whole_batch_is_left_out_with_a_warning():
 # Other models.
 
 
+@pytest.mark.once
 def test_a_gp_on_a_gp_is_drawn_from_the_inner_draw():
     def deep(X, y):
         inner = numpyro.sample("inner", sgp.GaussianProcess(SquaredExponential(1.0), X))
@@ -553,6 +565,7 @@ def test_a_gp_on_a_gp_is_drawn_from_the_inner_draw():
     check_moments(np.asarray(jax.vmap(standardised)(inner, outer)), np.zeros(N), np.eye(N))
 
 
+@pytest.mark.once
 def test_mutable_state_of_the_fit_is_used():
     def model(X, y):
         state = mutable("state", {"shift": jnp.zeros(())})
@@ -570,6 +583,7 @@ def test_mutable_state_of_the_fit_is_used():
     assert_array_equal(values(data, "posterior", "shift"), last + 1.0)
 
 
+@pytest.mark.once
 def test_a_model_may_look_at_its_data():
     def model(X, y):
         with_data = ~np.isnan(y)  # needs numbers, not tracers, as `SVI.run` gives them
@@ -581,6 +595,7 @@ def test_a_model_may_look_at_its_data():
     assert_array_equal(data["observed_data"]["y_observed"].values, np.flatnonzero(observed))
 
 
+@pytest.mark.once
 def test_float32_stays_and_is_finite():
     with jax.enable_x64(False):
         X32, y32 = X.astype(np.float32), y.astype(np.float32)

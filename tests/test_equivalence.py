@@ -7,6 +7,7 @@ import pickle
 
 from guides import (
     GUIDES,
+    KINDS,
     MINIBATCH,
     NATURAL,
     ONE_SITE_A_ROW,
@@ -426,7 +427,7 @@ def test_natural_steps_on_rows_subsampled_in_the_model_average_to_those_on_all_r
 # Compilation, dtypes, storage.
 
 
-@every_guide
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.usefixtures("x64")
 def test_a_compiled_update_is_the_uncompiled_one_and_is_not_traced_again(name):
     model, guide, y, params = set_up(name, "poisson")
@@ -459,7 +460,9 @@ def test_a_long_run_traces_the_model_no_more_often_than_a_short_one(name):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(("name", "enabled"), [*((name, False) for name in GUIDES), ("whitened", True), ("tied", True)])
+@pytest.mark.parametrize(
+    ("name", "enabled"), [*((name, False) for name in ("whitened", "natural", "tied", "dense")), ("tied", True)]
+)
 def test_a_float32_fit_stays_float32_and_its_loss_is_the_dense_bound(name, enabled):
     model = Model("normal", jitter=1e-4)
     optim = sgp.NaturalGradient(0.5, optax.sgd(1e-2)) if name in NATURAL else optax.sgd(1e-2)
@@ -484,7 +487,7 @@ def test_a_float32_fit_stays_float32_and_its_loss_is_the_dense_bound(name, enabl
 
 
 @pytest.mark.once
-@every_guide
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.usefixtures("x64")
 def test_a_pickled_guide_and_parameters_predict_the_same_at_another_number_of_rows(name):
     _model, guide, _y, params = set_up(name)

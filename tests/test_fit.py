@@ -165,6 +165,7 @@ def test_how_steps_fall_into_dispatches_cannot_change_a_result(guide_name, monke
     assert_equal_results(run(gp_svi(guide_name)), one_by_one)
 
 
+@pytest.mark.once
 def test_one_program_serves_a_run_and_the_model_is_traced_no_more_for_more_steps(monkeypatch):
     programs = []
 
@@ -184,6 +185,7 @@ def test_one_program_serves_a_run_and_the_model_is_traced_no_more_for_more_steps
     assert [program.steps._cache_size() for program in programs] == [1, 1]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("x64", [False, True])
 def test_data_have_the_precision_of_the_calling_thread(x64):
     seen = []
@@ -235,6 +237,7 @@ def test_mutable_state_is_carried_from_step_to_step():
     assert np.isfinite(seen).all()
 
 
+@pytest.mark.once
 def test_a_run_continues_from_the_state_of_an_earlier_one_which_stays_usable():
     svi = linear_svi()
     first = quiet_fit(svi, KEY, (X, Y), batch_size=BATCH, num_steps=5)
@@ -351,6 +354,7 @@ def test_a_mistake_is_answered_with_what_came_and_what_to_do(name):
         call()
 
 
+@pytest.mark.once
 def test_an_error_of_the_thread_that_gathers_rows_reaches_the_caller(monkeypatch):
     chunk = Batches.chunk
 
@@ -368,6 +372,7 @@ def test_an_error_of_the_thread_that_gathers_rows_reaches_the_caller(monkeypatch
 # Callbacks and the progress bar
 
 
+@pytest.mark.once
 def test_callbacks_see_every_loss_once_and_may_keep_what_they_see():
     seen = []
     svi = linear_svi()
@@ -379,6 +384,7 @@ def test_callbacks_see_every_loss_once_and_may_keep_what_they_see():
     assert_equal_results(seen[0].state, quiet_fit(svi, KEY, (X, Y), batch_size=BATCH, num_steps=2).state)
 
 
+@pytest.mark.once
 def test_a_callback_that_returns_true_stops_the_run():
     result = quiet_fit(linear_svi(), KEY, (X, Y), batch_size=BATCH, num_steps=100, callback=lambda p: p.step == 7)
     assert result.losses.shape == (7,)
@@ -400,12 +406,14 @@ def test_a_callback_evaluates_held_out_data_on_the_scale_of_the_training_data(gu
         assert_allclose(of_all, svi.evaluate(state, X[:6], Y[:6], num_data=N), rtol=1e-10)
 
 
+@pytest.mark.once
 def test_held_out_data_may_have_more_rows_than_the_training_data():
     stopping = EarlyStopping((np.tile(X, (3, 1)), np.tile(Y, 3)), every=2)
     quiet_fit(linear_svi(), KEY, (X, Y), batch_size=BATCH, num_steps=6, callback=stopping)
     assert len(stopping.losses) == 3
 
 
+@pytest.mark.once
 def test_early_stopping_waits_for_its_patience_and_no_longer():
     losses = iter([5.0, 4.0, 4.5, 3.95, 3.9, np.nan, 1.0])
     stopping = EarlyStopping(X, every=10, patience=3, min_improvement=0.2)
@@ -418,6 +426,7 @@ def test_early_stopping_waits_for_its_patience_and_no_longer():
     assert [stopping(Progress()) for _ in range(2)] == [False, False]
 
 
+@pytest.mark.once
 def test_early_stopping_ends_a_run_that_does_not_improve():
     stopping = EarlyStopping((X, Y), every=10, patience=2)
     result = quiet_fit(linear_svi(optax.sgd(0.0)), KEY, (X, Y), batch_size=BATCH, num_steps=1000, callback=stopping)
@@ -461,6 +470,7 @@ def test_a_resumed_run_is_an_uninterrupted_one_bit_for_bit(guide_name, tmp_path)
     assert_equal_results(run(gp_svi(guide_name), checkpoint=tmp_path / "run"), expected)
 
 
+@pytest.mark.once
 def test_a_run_is_lengthened_by_asking_for_more_steps(tmp_path):
     run = functools.partial(quiet_fit, rng_key=KEY, data=(X, Y), batch_size=BATCH)
     run(linear_svi(), num_steps=5, checkpoint=tmp_path)
@@ -491,6 +501,7 @@ def test_early_stopping_survives_an_interruption(tmp_path):
     assert go_on.losses.shape == (60,)
 
 
+@pytest.mark.once
 def test_old_checkpoints_and_what_a_killed_run_left_are_removed(tmp_path):
     (tmp_path / ".step-000000003.npz.123.unfinished").write_bytes(b"half")
     (tmp_path / "notes.txt").write_text("mine")
@@ -500,6 +511,7 @@ def test_old_checkpoints_and_what_a_killed_run_left_are_removed(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", *steps}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
@@ -588,6 +600,7 @@ def test_the_file_is_what_its_documentation_says(tmp_path):
     assert path.read_bytes() == (tmp_path / "b.npz").read_bytes()
 
 
+@pytest.mark.once
 def test_a_truncated_or_damaged_file_is_refused_and_never_misread(tmp_path):
     path, damaged = tmp_path / "a.npz", tmp_path / "damaged.npz"
     tree = {"a": np.arange(5.0), "key": jax.random.key(0)}
@@ -626,6 +639,7 @@ def rewritten(path, **changes):
             archive.writestr(name, content)
 
 
+@pytest.mark.once
 def test_a_foreign_or_newer_file_is_refused_with_a_sentence(tmp_path):
     path = tmp_path / "a.npz"
     foreign = "a.npz' is not a checkpoint of numpyro_sgp. Give the path"

@@ -3,7 +3,7 @@
 import functools
 import pickle
 
-from guides import GUIDES, arbitrary_parameters
+from guides import GUIDES, KINDS, arbitrary_parameters
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +25,7 @@ RNG = np.random.default_rng(70)
 X, Z, X_new = RNG.normal(size=(N, D)), RNG.normal(size=(M, D)), RNG.normal(size=(N_NEW, D))
 y = RNG.normal(size=N)
 NOISE = 0.7
-all_guides = pytest.mark.parametrize("name", GUIDES)
+each_kind = pytest.mark.parametrize("name", KINDS)
 
 
 def plain(X, y=None):
@@ -63,7 +63,7 @@ def check_moments(draws, mean, covariance):
 
 
 @pytest.mark.once
-@all_guides
+@each_kind
 def test_the_process_has_the_guides_posterior_at_any_inputs(name):
     guide, params = made(name)
     process = process_posterior(guide, jax.random.key(0), params, X[:2])["f"]
@@ -100,7 +100,7 @@ def test_many_batches_are_predicted_without_a_factorisation():
 
 
 @pytest.mark.once
-@all_guides
+@each_kind
 def test_function_draws_have_the_mean_and_covariance_of_the_posterior(name):
     guide, params = made(name)
     q = guide.posterior(jax.random.key(0), params, X_new)["f"]

@@ -5,6 +5,7 @@ import itertools
 
 from guides import (
     GUIDES,
+    KINDS,
     MINIBATCH,
     NATURAL,
     ONE_SITE_A_ROW,
@@ -42,7 +43,7 @@ observed = np.array([True, True, False, True, False, True, True])
 NOISE = 0.7
 BATCHES = np.array(list(itertools.combinations(range(N), BATCH)))
 
-all_guides = pytest.mark.parametrize("name", GUIDES)
+each_kind = pytest.mark.parametrize("name", KINDS)
 # Two guides with nothing in common but the site: mean and root with any optimizer, and natural parameters.
 two_guides = pytest.mark.parametrize("name", ["whitened", "tied"])
 
@@ -80,7 +81,7 @@ def per_latent(params, c):
 
 
 @pytest.mark.once
-@all_guides
+@each_kind
 def test_independent_latents_under_a_plate_give_the_sum_of_single_latent_bounds(name):
     def together(X, Y):
         with numpyro.plate("class", C):
@@ -95,7 +96,7 @@ def test_independent_latents_under_a_plate_give_the_sum_of_single_latent_bounds(
 
 
 @pytest.mark.once
-@all_guides
+@each_kind
 def test_a_batch_of_kernels_gives_the_sum_of_the_bounds_of_each_kernel(name):
     lengthscales, variances = np.array([[0.5], [1.0], [2.0]]), np.array([0.3, 1.0, 2.0])
 
@@ -154,7 +155,7 @@ def only_g(X, y):
 
 
 @pytest.mark.once
-@all_guides
+@each_kind
 def test_two_sites_with_their_own_outputs_give_the_sum_of_two_bounds(name):
     inducing = {"f": Z, "g": Z[:3, :1]}
     guide = GUIDES[name](two_sites, inducing)
@@ -242,7 +243,7 @@ OTHER_LATENTS = ("noise", "intercept", "effect", "lengthscale")
 
 
 @pytest.mark.once
-@all_guides
+@each_kind
 def test_with_point_estimates_of_other_latents_the_bound_is_the_closed_form(name):
     guide = GUIDES[name](with_other_latents, Z, base=AutoDelta)
     params = arbitrary_parameters(with_other_latents, guide, X, y)
@@ -310,8 +311,8 @@ def test_an_autoguide_made_by_the_user_is_a_base_like_its_class():
 
 @pytest.mark.parametrize(
     "base",
-    [AutoDelta, AutoNormal, AutoMultivariateNormal, functools.partial(AutoNormal, init_scale=0.02), user_guide],
-    ids=["AutoDelta", "AutoNormal", "AutoMultivariateNormal", "partial", "function"],
+    [AutoDelta, AutoMultivariateNormal, functools.partial(AutoNormal, init_scale=0.02), user_guide],
+    ids=["AutoDelta", "AutoMultivariateNormal", "partial", "function"],
 )
 def test_training_with_any_base_lowers_the_loss_and_refuses_nothing(base):
     guide = GUIDES["tied"](with_other_latents, Z, base=base)
@@ -330,7 +331,7 @@ def type_two(X, y=None):
 
 
 @pytest.mark.once
-@all_guides
+@each_kind
 def test_parameters_of_the_model_are_trained_as_hyperparameters(name):
     guide = GUIDES[name](type_two, Z)
     svi = SVI(type_two, guide, optimizer(name, learning_rate=0.05), sgp.QuadratureELBO())
@@ -348,7 +349,7 @@ def test_parameters_of_the_model_are_trained_as_hyperparameters(name):
 
 
 @pytest.mark.once
-@all_guides
+@each_kind
 def test_a_warped_kernel_is_its_base_kernel_at_warped_inputs(name):
     weights = np.random.default_rng(4).normal(size=(D, 3))
 
@@ -405,7 +406,7 @@ def masked(X, y, mask):
 
 
 @pytest.mark.once
-@all_guides
+@each_kind
 @pytest.mark.parametrize("missing", [-3.0, np.nan], ids=["number", "NaN"])
 def test_masked_outputs_count_as_dropped_rows(name, missing):
     with_missing = np.where(observed, y, missing)
@@ -463,7 +464,7 @@ def test_obs_mask_makes_missing_outputs_latent(name):
 
 
 @pytest.mark.once
-@all_guides
+@each_kind
 def test_scaling_the_likelihood_is_replicating_the_data(name):
     def scaled(X, y):
         f = gp("f", X)
@@ -477,7 +478,7 @@ def test_scaling_the_likelihood_is_replicating_the_data(name):
 
 
 @pytest.mark.once
-@all_guides
+@each_kind
 def test_scaling_the_whole_model_scales_the_bound(name):
     guide = GUIDES[name](gaussian, Z)
     params = arbitrary_parameters(gaussian, guide, X, y)
@@ -506,7 +507,7 @@ def subsampling(X, y=None, batch=BATCH):
 
 
 @pytest.mark.once
-@all_guides
+@each_kind
 def test_the_mean_over_all_subsamples_inside_the_model_is_the_full_loss(name):
     params = arbitrary_parameters(gaussian, full := GUIDES[name](gaussian, Z), X, y)
 
@@ -674,7 +675,7 @@ def test_deterministic_sites_leave_the_loss_alone_and_follow_the_draws(name):
 
 
 @pytest.mark.once
-@all_guides
+@each_kind
 def test_a_prior_mean_shifts_outputs_and_posterior(name):
     offset = RNG.normal(size=N)
     plain = GUIDES[name](gaussian, Z)
@@ -831,8 +832,10 @@ LIKELIHOODS = {
 }
 
 
-@pytest.mark.parametrize("likelihood", LIKELIHOODS)
-@pytest.mark.parametrize("name", NATURAL)
+@pytest.mark.parametrize(
+    ("name", "likelihood"),
+    list(zip(NATURAL, itertools.cycle(LIKELIHOODS), strict=False)),  # each of them somewhere
+)
 def test_a_healthy_run_refuses_nothing_and_lowers_the_loss(name, likelihood):
     distribution, outputs = LIKELIHOODS[likelihood]
 
