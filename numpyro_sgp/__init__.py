@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from numpyro_sgp import diagnostics as diagnostics
 from numpyro_sgp import kernels as kernels
 from numpyro_sgp.autoguide import AutoSparseGP
+from numpyro_sgp.decoupled import AutoDecoupledGP, Decoupled
 from numpyro_sgp.diagnostics.inference_data import to_arviz
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
 from numpyro_sgp.elbo import QuadratureELBO
@@ -29,7 +30,7 @@ from numpyro_sgp.inducing import (
     suggest_num_inducing,
     trace_error,
 )
-from numpyro_sgp.optim import NaturalGradient, num_refused
+from numpyro_sgp.optim import DualAscent, NaturalGradient, num_refused
 from numpyro_sgp.predict import FunctionDraws, ProcessPosterior, process_posterior
 from numpyro_sgp.regression import RegressionPosterior, SparseGPRegression
 from numpyro_sgp.reparam import InducingReparam
@@ -43,12 +44,15 @@ except PackageNotFoundError:  # run from a source tree that was not installed
 
 __all__ = [
     "AbstractCallback",
+    "AutoDecoupledGP",
     "AutoSVGP",
     "AutoSparseGP",
     "AutoTSVGP",
     "BoundedInducingPoints",
     "Checkpoint",
+    "Decoupled",
     "Dual",
+    "DualAscent",
     "EarlyStopping",
     "FitProgress",
     "FunctionDraws",

@@ -17,10 +17,12 @@ from jax import Array
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpyro
+from numpyro import distributions as dist
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoGuide, AutoNormal
 from numpyro.primitives import Messenger
 
+from numpyro_sgp.coefficients import Ascending
 from numpyro_sgp.conditionals import Moments
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior, rewrap, unwrap
 from numpyro_sgp.inducing import AbstractInducing, as_inducing, check_width
@@ -48,7 +50,12 @@ class AbstractPosteriorFamily(ABC):
 
 
 def inducing_param(
-    param: Callable[[str, Any], Any], inducing: Inducing, prior: GaussianProcess, learn_inducing: bool
+    param: Callable[[str, Any], Any],
+    inducing: Inducing,
+    prior: GaussianProcess,
+    learn_inducing: bool,
+    symbol: str = "inducing",
+    argument: str = "inducing",
 ) -> AbstractInducing:
     """The inducing object of a site, kept among the parameters so that they alone suffice for prediction.
 
@@ -57,6 +64,8 @@ def inducing_param(
         inducing: inducing inputs (M, D), an inducing object, or `(kernel, X, rng_key)` to one, run at initialisation.
         prior: the site's prior.
         learn_inducing: whether the loss has a gradient with respect to it.
+        symbol: of the parameter.
+        argument: what the user calls it.
 
     Raises:
         ValueError: the inducing object has another number of columns than X.
@@ -64,10 +73,10 @@ def inducing_param(
 
     def init(rng_key: Array) -> AbstractInducing:
         made = inducing(prior.kernel, prior.X, rng_key) if callable(inducing) else inducing
-        return as_inducing(made)
+        return as_inducing(made, argument)
 
-    value = param("inducing", init)
-    check_width(value, prior.X)
+    value = param(symbol, init)
+    check_width(value, prior.X, argument)
     return value if learn_inducing else jax.lax.stop_gradient(value)
 
 
@@ -239,6 +248,25 @@ def _param(name: str, init: Any, predicting: bool) -> Any:
     return numpyro.param(name, missing if predicting else init)
 
 
+def _check_tracked(base_trace: dict[str, dict], trace: dict[str, dict]) -> None:
+    """Raise if an optimizer tracks what depends on hyperparameters, and these are drawn anew in each step."""
+    params = [site["value"] for site in trace.values() if site["type"] == "param"]
+    if not any(isinstance(value, Ascending) and value.refresh is not True for value in params):
+        return
+    drawn = sorted(name for name, site in base_trace.items() if _is_drawn(site))
+    if drawn:
+        msg = (
+            f"`DualAscent` tracks a projection that moves with the hyperparameters, and the base guide draws {drawn} "
+            "anew in each step. Pass `refresh=1` to compute it in each step, or fix them, by `base=AutoDelta` or "
+            "`handlers.substitute` around the model."
+        )
+        raise ValueError(msg)
+
+
+def _is_drawn(site: dict) -> bool:
+    return site["type"] == "sample" and not site["is_observed"] and not isinstance(unwrap(site["fn"]), dist.Delta)
+
+
 def _make_base(base: Any, model: Callable, prefix: str) -> Callable:
     factory = base.func if isinstance(base, functools.partial) else base
     if isinstance(factory, type) and issubclass(factory, AutoGuide):
@@ -327,6 +355,7 @@ class AbstractAutoSparseGP(AutoGuide):
             )
             raise ValueError(msg)
         self.check_sites(set(swap.gp_sites))
+        _check_tracked(base_trace, trace)
         return trace, swap.gp_sites
 
     def _conditioned(self, rng_key: Array, params: Mapping[str, Any]) -> Callable[[Callable], Any]:

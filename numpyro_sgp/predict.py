@@ -28,7 +28,7 @@ from jax.core import Tracer
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from numpyro_sgp.conditionals import Moments
+from numpyro_sgp.conditionals import Moments, Projection, coefficient_units, mean_at, project_orthogonal
 from numpyro_sgp.conditionals.moments import moments
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
 from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, InducingPoints, check_width
@@ -87,11 +87,12 @@ class Guide(Protocol):
 
 @jax.tree_util.register_static
 class _WithVariables(AbstractInducing):
-    """The same inducing variables u, and their whitened selves v in the place of function values: Cov(u, v) = L."""
+    """Inducing variables, and whitened variables v in the place of function values: their covariance is given."""
 
-    def __init__(self, inducing: AbstractInducing, prior: GaussianProcess) -> None:
+    def __init__(self, inducing: AbstractInducing, prior: GaussianProcess, covariance: Array) -> None:
         self.inducing = inducing
         self.prior = prior
+        self.covariance = covariance
 
     @property
     def num_inducing(self) -> int:
@@ -104,13 +105,17 @@ class _WithVariables(AbstractInducing):
     def Kuu(self, kernel: Callable) -> Array:
         return self.inducing.Kuu(kernel)
 
+    def Kuu_diagonal(self, kernel: Callable) -> Array:
+        return self.inducing.Kuu_diagonal(kernel)
+
+    def take(self, index: Array) -> AbstractInducing:
+        return self.inducing.take(index)
+
     def Kuf(self, kernel: Callable, X: Array) -> Array:
-        if X is self.prior.X:
-            return cholesky(self.inducing.Kuu(kernel), self.prior.relative_jitter)
-        return self.inducing.Kuf(kernel, X)
+        return self.covariance if X is self.prior.X else self.inducing.Kuf(kernel, X)
 
     def Kuv(self, kernel: Callable, other: AbstractInducing) -> Array:
-        return self.inducing.Kuv(kernel, other)
+        return self.inducing.Kuv(kernel, other.inducing if isinstance(other, _WithVariables) else other)
 
 
 @jax.tree_util.register_dataclass
@@ -129,6 +134,8 @@ class ProcessPosterior:
         a: the mean's weights, (..., M).
         R: root of q(v)'s covariance, S = RᵀR, (..., M, M); None for a dense posterior.
         W_sqrt: roots of the sites' precisions, (..., M); None for a sparse posterior.
+        mean_inducing: a basis γ of the mean alone, or None.
+        mean_weights: its coefficients, (..., M_γ), or None.
         kl: KL(q(u) ‖ p(u)), (...).
         jitter: relative to the mean prior variance.
         batch_shape: one latent for each entry.
@@ -141,6 +148,8 @@ class ProcessPosterior:
     a: Array
     R: Array | None
     W_sqrt: Array | None
+    mean_inducing: AbstractInducing | None
+    mean_weights: Array | None
     kl: Array
     jitter: ArrayLike
     batch_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
@@ -179,7 +188,11 @@ class ProcessPosterior:
         Kuf = self.inducing.Kuf(prior.kernel, prior.X)
         A = solve_lower(self.L, Kuf if self.W_sqrt is None else self.W_sqrt[..., :, None] * Kuf)
         T = None if self.R is None else matmul(self.R, A)
-        q = moments(matvec_transposed(Kuf, self.a), prior.kernel(prior.X), A, T, self.kl)
+        mean = matvec_transposed(Kuf, self.a)
+        if self.mean_inducing is not None:
+            assert self.mean_weights is not None
+            mean = mean + mean_at(prior.kernel, prior.X, self.mean_inducing, self.mean_weights)
+        q = moments(mean, prior.kernel(prior.X), A, T, self.kl)
         return SparsePosterior(prior, q, self.batch_shape)
 
 
@@ -211,30 +224,85 @@ def process_of(guide: Guide, params: Mapping[str, Any], site: str, q: SparsePost
     kernel, jitter = q.prior.kernel, q.prior.relative_jitter
     family, seen = guide.family(site), {}
     read = _reader(params, site, guide.prefix, seen)
+    inducing = params.get(f"{site}_{guide.prefix}_inducing")
+    gamma = params.get(f"{site}_{guide.prefix}_mean_inducing")
+    coefficients = params.get(f"{site}_{guide.prefix}_a")
+    basis = _Basis.of(inducing, None if coefficients is not None else gamma, kernel, jitter)
+    M = 1 if basis is None else basis.inducing.num_inducing
+    at_variables = GaussianProcess(kernel, jnp.zeros((M, q.prior.X.shape[-1]), q.prior.X.dtype), jitter=jitter)
 
     def variables(symbol: str, init: Any) -> Any:
         value = read(symbol, init)
-        return _WithVariables(value, at_variables) if symbol == "inducing" else value
+        if basis is None or not isinstance(value, AbstractInducing):
+            return value
+        return _WithVariables(value, at_variables, basis.covariance(symbol, value, kernel))
 
-    inducing = params.get(f"{site}_{guide.prefix}_inducing")
-    M = 1 if inducing is None else inducing.num_inducing
-    at_variables = GaussianProcess(kernel, jnp.zeros((M, q.prior.X.shape[-1]), q.prior.X.dtype), jitter=jitter)
     found: Moments = family.moments(variables, at_variables, q.batch_shape)
     shared = {"kernel": kernel, "mean_function": q.prior.mean_function, "kl": q.kl, "jitter": jitter}
     if set(seen) == {"sites"} and isinstance(seen["sites"], DatumSites):
         return _dense(seen["sites"], q.batch_shape, shared)
-    if not isinstance(inducing, AbstractInducing) or found.posterior_root is None:
+    if basis is None or found.posterior_root is None:
         msg = (
             f"The posterior family {type(family).__name__} of site {site!r} has no inducing variables u with a "
             "Gaussian q(u) of their own. Use the moments that `guide.posterior` gives at the inputs you want."
         )
         raise UnknownFamilyError(msg)
-    L = cholesky(inducing.Kuu(kernel), jitter)
-    m = jnp.broadcast_to(found.mean, (*q.batch_shape, M))
-    a = solve_lower_transposed(L, m[..., None])[..., 0]
+    m, weights = jnp.broadcast_to(found.mean, (*q.batch_shape, M)), None
+    if coefficients is not None and gamma is not None:
+        # m(x) = k_xu Kuu⁻¹m(u) + (k_xγ − k_xu Kuu⁻¹K_uγ)b, whatever of the second part the family has in m(u).
+        weights = coefficients.values * coefficient_units(coefficients, gamma, kernel)
+        m = m - matvec(solve_lower(basis.L, basis.inducing.Kuv(kernel, gamma)), weights)
     return ProcessPosterior(
-        inducing=inducing, L=L, a=a, R=found.posterior_root, W_sqrt=None, batch_shape=q.batch_shape, **shared
+        inducing=basis.inducing,
+        L=basis.L,
+        a=solve_lower_transposed(basis.L, m[..., None])[..., 0],
+        R=found.posterior_root,
+        W_sqrt=None,
+        mean_inducing=None if weights is None else gamma,
+        mean_weights=weights,
+        batch_shape=q.batch_shape,
+        **shared,
     )
+
+
+class _Basis(NamedTuple):
+    """The variables that a posterior is Gaussian in: u = f(β), or u and f(γ) where q has a block for either.
+
+    Attributes:
+        inducing: the variables.
+        L: Cholesky factor of their covariance.
+        num_first: how many of them are u.
+    """
+
+    inducing: AbstractInducing
+    L: Array
+    num_first: int
+
+    @classmethod
+    def of(cls, beta: Any, gamma: Any, kernel: Callable, jitter: ArrayLike) -> "_Basis | None":
+        if not isinstance(beta, AbstractInducing):
+            return None
+        L = cholesky(beta.Kuu(kernel), jitter)
+        if gamma is None:
+            return cls(beta, L, beta.num_inducing)
+        if not isinstance(beta, _POINTS) or not isinstance(gamma, _POINTS):
+            return None
+        L_vv = project_orthogonal(beta, gamma, Projection(L, L, L, L[..., 0]), kernel, beta.Z, jitter).L
+        lower = jnp.swapaxes(solve_lower(L, beta.Kuv(kernel, gamma)), -1, -2)
+        joint = InducingPoints(jnp.concatenate([beta.Z, gamma.Z], axis=-2))
+        upper = jnp.concatenate([L, jnp.zeros_like(jnp.swapaxes(lower, -1, -2))], axis=-1)
+        return cls(joint, jnp.concatenate([upper, jnp.concatenate([lower, L_vv], axis=-1)], axis=-2), L.shape[-1])
+
+    def covariance(self, symbol: str, inducing: AbstractInducing, kernel: Callable) -> Array:
+        """Covariance of one basis, by the symbol of its parameter, with the whitened variables."""
+        if symbol == "inducing":
+            return self.L[..., : self.num_first, :]
+        if self.inducing.num_inducing > self.num_first:
+            return self.L[..., self.num_first :, :]
+        return jnp.swapaxes(solve_lower(self.L, self.inducing.Kuv(kernel, inducing)), -1, -2)
+
+
+_POINTS = InducingPoints | BoundedInducingPoints
 
 
 def _dense(sites: DatumSites, batch_shape: tuple[int, ...], shared: dict[str, Any]) -> ProcessPosterior:
@@ -245,7 +313,17 @@ def _dense(sites: DatumSites, batch_shape: tuple[int, ...], shared: dict[str, An
     half = solve_lower(L, (W_sqrt * matvec(K, sites.lambda1))[..., None])
     # α = λ₁ − W½B⁻¹W½Kλ₁, the weights of `dual_dense`.
     a = sites.lambda1 - W_sqrt * solve_lower_transposed(L, half)[..., 0]
-    return ProcessPosterior(inducing=inducing, L=L, a=a, R=None, W_sqrt=W_sqrt, batch_shape=batch_shape, **shared)
+    return ProcessPosterior(
+        inducing=inducing,
+        L=L,
+        a=a,
+        R=None,
+        W_sqrt=W_sqrt,
+        mean_inducing=None,
+        mean_weights=None,
+        batch_shape=batch_shape,
+        **shared,
+    )
 
 
 def process_posterior(
@@ -447,12 +525,13 @@ def _prior_at(kernel: Callable, draw: tuple[_TermDraw, ...], X: Array) -> Array:
 
 
 class _Draw(NamedTuple):
-    """One function: hyperparameters, a prior draw, and the weights of its correction, (..., M)."""
+    """One function: hyperparameters, a prior draw, the weights of its correction, (..., M), and of a mean basis."""
 
     kernel: Any
     mean_function: Any
     prior: tuple[_TermDraw, ...]
     w: Array
+    mean_weights: Any
 
 
 @jax.tree_util.register_dataclass
@@ -465,11 +544,13 @@ class FunctionDraws:
 
     Attributes:
         inducing: the inducing variables.
+        mean_inducing: a basis of the mean alone, or None.
         draws: what belongs to each draw, with a leading axis.
         batch_shape: one latent for each entry.
     """
 
     inducing: AbstractInducing
+    mean_inducing: AbstractInducing | None
     draws: Any
     batch_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
@@ -497,6 +578,8 @@ def _values(functions: FunctionDraws, X_new: Array) -> Array:
         prior = GaussianProcess(draw.kernel, X_new, draw.mean_function)
         check_width(inducing, prior.X)
         correction = matvec_transposed(inducing.Kuf(draw.kernel, prior.X), draw.w)
+        if functions.mean_inducing is not None:
+            correction = correction + mean_at(draw.kernel, prior.X, functions.mean_inducing, draw.mean_weights)
         value = prior.prior_mean + _prior_at(draw.kernel, draw.prior, prior.X) + correction
         return jnp.broadcast_to(value, (*batch_shape, prior.X.shape[-2]))
 
@@ -508,7 +591,7 @@ _evaluate = jax.jit(_values)
 
 def _function_draw(process: ProcessPosterior, rng_key: Array, num_features: int, X: Array) -> _Draw:
     inducing, L, R, W_sqrt = process.inducing, process.L, process.R, process.W_sqrt
-    if not isinstance(inducing, InducingPoints | BoundedInducingPoints):
+    if not isinstance(inducing, _POINTS):
         msg = (
             f"Functions are drawn given function values at inducing inputs, got {type(inducing).__name__}. "
             "Use `InducingPoints`, or draw values with `guide.posterior(...)[site].sample(key)`."
@@ -525,12 +608,11 @@ def _function_draw(process: ProcessPosterior, rng_key: Array, num_features: int,
         epsilon = jax.random.normal(key_v, shape, g.dtype)
         # a carries the mean of v.
         v = matvec_transposed(cast(Array, R), epsilon)[..., None]
-        return _Draw(
-            process.kernel, process.mean_function, prior, process.a + solve_lower_transposed(L, v - v_prior)[..., 0]
-        )
+        w = process.a + solve_lower_transposed(L, v - v_prior)[..., 0]
+        return _Draw(process.kernel, process.mean_function, prior, w, process.mean_weights)
     v_prior = solve_lower(L, (W_sqrt * g + noise)[..., None])
     w = process.a - W_sqrt * solve_lower_transposed(L, v_prior)[..., 0]
-    return _Draw(process.kernel, process.mean_function, prior, w)
+    return _Draw(process.kernel, process.mean_function, prior, w, None)
 
 
 def sample_functions(
@@ -598,10 +680,12 @@ def sample_functions(
     draws = jax.lax.map(draw, jax.random.split(rng_key, num_samples))
     result = {}
     for site, (process, X) in like.items():
-        inducing = params.get(f"{site}_{guide.prefix}_inducing")
+        inducing, gamma = (params.get(f"{site}_{guide.prefix}_{symbol}") for symbol in ("inducing", "mean_inducing"))
         if inducing is None:
             inducing = InducingPoints(params[f"{site}_{guide.prefix}_sites"].X)
-        result[site] = FunctionDraws(inducing, draws[site], process.batch_shape)
+        elif gamma is not None and process.mean_weights is None:
+            inducing, gamma = InducingPoints(jnp.concatenate([inducing.Z, gamma.Z], axis=-2)), None
+        result[site] = FunctionDraws(inducing, gamma, draws[site], process.batch_shape)
         _check_evaluation(site, result[site], X)
     return result
 

@@ -294,6 +294,31 @@ class RegressionPosterior:
         return jnp.where(same, first, jnp.nan).astype(X.dtype), jnp.where(same, second, jnp.nan).astype(X.dtype)
 
 
+def started_mean_and_root(
+    param: Callable,
+    batch_shape: tuple[int, ...],
+    prior_start: tuple[Array, Array],
+    init_from: RegressionPosterior | None,
+    form: str,
+    inducing: AbstractInducing,
+    X: Array,
+    prefix: str = "",
+) -> tuple[Array, Array]:
+    """The parameters m, (..., M), and S_sqrt, (..., M, M), which start at the prior or at a regression's optimum."""
+    shape = (*batch_shape, inducing.num_inducing)
+    names = f"{prefix}m", f"{prefix}S_sqrt"
+    if init_from is None:
+        m, S_sqrt = prior_start
+        return (
+            param(names[0], jnp.broadcast_to(m, shape)),
+            param(names[1], jnp.broadcast_to(S_sqrt, (*shape, shape[-1]))),
+        )
+    return (
+        param(names[0], lambda _: jnp.broadcast_to(init_from.start(form, inducing, X)[0], shape)),
+        param(names[1], lambda _: jnp.broadcast_to(init_from.start(form, inducing, X)[1], (*shape, shape[-1]))),
+    )
+
+
 def started_sites(
     zeros: AbstractSites,
     init_from: RegressionPosterior | None,

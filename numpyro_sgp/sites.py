@@ -180,7 +180,7 @@ def _quadratic_at_zero_jvp(primals, tangents):
 
 
 def perturb_marginals(
-    perturbed: Perturbed, a: Array | None, mean: Array, variance: Array
+    perturbed: Perturbed, a: Array | None, mean: Array, variance: Array, own_mean: Array | None = None
 ) -> tuple[Array, Array, Array]:
     """The marginals and an extra zero, as functions of the perturbation: (m + δm, v + δv, Σ_i w_i δv_i).
 
@@ -189,9 +189,10 @@ def perturb_marginals(
         a: the vectors of the sites' basis, one for each datum, (..., M, N), or None where each datum has its own site.
         mean: posterior means of the centred process, (..., N).
         variance: posterior variances, (..., N).
+        own_mean: aᵀE[φ], the part of the mean that these sites make, (..., N), where the mean has other parts.
     """
     perturbed.marginals_seen.append(variance.shape)
-    perturbation, m = perturbed.perturbation, jax.lax.stop_gradient(mean)
+    perturbation, m = perturbed.perturbation, jax.lax.stop_gradient(mean if own_mean is None else own_mean)
     if a is None:
         delta_mean, quadratic = perturbation.epsilon1, perturbation.epsilon2
     else:

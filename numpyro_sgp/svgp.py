@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any
 
-from jax import Array
 import jax.numpy as jnp
 from numpyro.infer.autoguide import AutoNormal
 
@@ -19,31 +18,10 @@ from numpyro_sgp.autoguide import (
 )
 from numpyro_sgp.conditionals import Moments, natural_whitened, perturbed_moments, project, unwhitened, whitened
 from numpyro_sgp.distributions import GaussianProcess
-from numpyro_sgp.inducing import AbstractInducing
-from numpyro_sgp.regression import RegressionPosterior, started_sites
+from numpyro_sgp.regression import RegressionPosterior, started_mean_and_root, started_sites
 from numpyro_sgp.sites import Perturbed, TiedSites, sites_of
 
 __all__ = ["AutoSVGP", "NaturalWhitened", "Unwhitened", "Whitened"]
-
-
-def _mean_and_root(
-    param: Callable,
-    batch_shape: tuple[int, ...],
-    prior_start: tuple[Array, Array],
-    init_from: RegressionPosterior | None,
-    form: str,
-    inducing: AbstractInducing,
-    X: Array,
-) -> tuple[Array, Array]:
-    """The parameters m, (..., M), and S_sqrt, (..., M, M), which start at the prior or at a regression's optimum."""
-    shape = (*batch_shape, inducing.num_inducing)
-    if init_from is None:
-        m, S_sqrt = prior_start
-        return param("m", jnp.broadcast_to(m, shape)), param("S_sqrt", jnp.broadcast_to(S_sqrt, (*shape, shape[-1])))
-    return (
-        param("m", lambda _: jnp.broadcast_to(init_from.start(form, inducing, X)[0], shape)),
-        param("S_sqrt", lambda _: jnp.broadcast_to(init_from.start(form, inducing, X)[1], (*shape, shape[-1]))),
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +42,7 @@ class Whitened(AbstractPosteriorFamily):
         inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
         M, dtype = inducing.num_inducing, prior.X.dtype
         start = jnp.zeros(M, dtype), jnp.eye(M, dtype=dtype)
-        m, S_sqrt = _mean_and_root(param, batch_shape, start, self.init_from, "whitened", inducing, prior.X)
+        m, S_sqrt = started_mean_and_root(param, batch_shape, start, self.init_from, "whitened", inducing, prior.X)
         blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
         return whitened(m, jnp.tril(S_sqrt), blocks.A, blocks.kff)
 
@@ -87,7 +65,7 @@ class Unwhitened(AbstractPosteriorFamily):
         inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
         blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
         start = jnp.zeros(inducing.num_inducing, prior.X.dtype), blocks.L
-        m, S_sqrt = _mean_and_root(param, batch_shape, start, self.init_from, "unwhitened", inducing, prior.X)
+        m, S_sqrt = started_mean_and_root(param, batch_shape, start, self.init_from, "unwhitened", inducing, prior.X)
         return unwhitened(m, jnp.tril(S_sqrt), blocks.L, blocks.A, blocks.kff)
 
 

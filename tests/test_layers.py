@@ -18,6 +18,7 @@ LEVELS = {
     "quadrature": 2,
     "inducing": 3,
     "features": 4,
+    "coefficients": 5,
     "sites": 5,
     "conditionals": 6,
     "marginal_likelihood": 7,

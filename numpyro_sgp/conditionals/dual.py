@@ -39,6 +39,7 @@ __all__ = [
     "dual_dense",
     "dual_per_datum",
     "dual_projected",
+    "natural_mean",
     "natural_whitened",
     "projected_at",
 ]
@@ -184,6 +185,17 @@ def _natural_jvp(primals: tuple, tangents: tuple) -> tuple[Moments, Moments]:
 
 
 _natural.defjvp(_natural_jvp, symbolic_zeros=True)
+
+
+def natural_mean(lambda1: Array, Lambda2: Array) -> Array:
+    """P⁻¹λ̃, the mean of v that `natural_whitened` has, (..., M).
+
+    Args:
+        lambda1: whitened λ̃, (..., M).
+        Lambda2: whitened Λ̃, symmetric with I + Λ̃ positive definite, (..., M, M).
+    """
+    L_P = _root_of_precision(jnp.eye(lambda1.shape[-1], dtype=lambda1.dtype) + Lambda2)
+    return solve_lower_transposed(L_P, solve_lower(L_P, lambda1[..., None]))[..., 0]
 
 
 def dual(lambda1: Array, Lambda2: Array, L: Array, A: Array, kff: Array) -> Moments:

@@ -148,7 +148,13 @@ def moments(mean: Array, kff: Array, A: Array, T: Array | None, kl: Array) -> Mo
     return Moments(mean, variance, kl, A, T)
 
 
-def perturbed_moments(perturbed: Perturbed, a: Array | None, q: Moments, sites: AbstractSites | None = None) -> Moments:
+def perturbed_moments(
+    perturbed: Perturbed,
+    a: Array | None,
+    q: Moments,
+    sites: AbstractSites | None = None,
+    own_mean: Array | None = None,
+) -> Moments:
     """The moments as functions of a perturbation of the expectation parameters; values unchanged at zero.
 
     Args:
@@ -156,7 +162,8 @@ def perturbed_moments(perturbed: Perturbed, a: Array | None, q: Moments, sites: 
         a: vectors of the sites' basis, (..., M, N), or None where each datum has its own site.
         q: moments at zero perturbation.
         sites: the sites expressed in that basis, where it is not the one they are held in.
+        own_mean: the part of the mean that these sites make, (..., N), where the mean has other parts.
     """
-    mean, variance, extra = perturb_marginals(perturbed, a, q.mean, q.variance)
+    mean, variance, extra = perturb_marginals(perturbed, a, q.mean, q.variance, own_mean)
     kl = perturb_kl(perturbed.perturbation, perturbed.sites if sites is None else sites, q.kl)
     return q._replace(mean=mean, variance=variance, kl=kl + extra)

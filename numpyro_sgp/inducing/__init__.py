@@ -7,6 +7,7 @@ from numpyro_sgp.inducing.points import (
     as_inducing,
     check_width,
 )
+from numpyro_sgp.inducing.rows import RowMatch, find_rows
 from numpyro_sgp.inducing.selection import (
     Suggestion,
     TraceError,
@@ -21,10 +22,12 @@ __all__ = [
     "AbstractInducing",
     "BoundedInducingPoints",
     "InducingPoints",
+    "RowMatch",
     "Suggestion",
     "TraceError",
     "as_inducing",
     "check_width",
+    "find_rows",
     "greedy_variance",
     "kmeans",
     "subset",

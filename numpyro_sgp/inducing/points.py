@@ -46,6 +46,14 @@ class AbstractInducing(ABC):
     def Kuv(self, kernel: Callable, other: "AbstractInducing") -> Array:
         """Cov(u, v) with the inducing variables v of another object, (..., M, M')."""
 
+    def Kuu_diagonal(self, kernel: Callable) -> Array:
+        """Var(u), (..., M); an object that knows it without its whole Kuu says so here."""
+        return jnp.diagonal(self.Kuu(kernel), axis1=-2, axis2=-1)
+
+    def take(self, index: Array) -> "AbstractInducing":
+        """Some of the inducing variables, at `index`, (B,); as written here, every array has them on its axis −2."""
+        return jax.tree.map(lambda leaf: jnp.take(leaf, index, axis=-2), self)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +77,9 @@ class InducingPoints(AbstractInducing):
     def Kuu(self, kernel: Callable) -> Array:
         # Distances by matrix products leave rounding on the diagonal; the kernel knows it exactly.
         return _with_diagonal(kernel(self.Z, self.Z), kernel(self.Z))
+
+    def Kuu_diagonal(self, kernel: Callable) -> Array:
+        return kernel(self.Z)
 
     def Kuf(self, kernel: Callable, X: Array) -> Array:
         return kernel(self.Z, X)
@@ -144,6 +155,9 @@ class BoundedInducingPoints(AbstractInducing):
     def Kuu(self, kernel: Callable) -> Array:
         return InducingPoints(self.Z).Kuu(kernel)
 
+    def Kuu_diagonal(self, kernel: Callable) -> Array:
+        return kernel(self.Z)
+
     def Kuf(self, kernel: Callable, X: Array) -> Array:
         return kernel(self.Z, X)
 
@@ -151,38 +165,43 @@ class BoundedInducingPoints(AbstractInducing):
         return InducingPoints(self.Z).Kuv(kernel, other)
 
 
-def as_inducing(inducing: ArrayLike | AbstractInducing) -> AbstractInducing:
+def as_inducing(inducing: ArrayLike | AbstractInducing, argument: str = "inducing") -> AbstractInducing:
     """An inducing object as it is, or an array of inducing inputs, (..., M, D), as `InducingPoints`.
+
+    Args:
+        inducing: what a user gave.
+        argument: what the user calls it.
 
     Raises:
         ValueError: an array with fewer than two axes, without rows, or with NaN in it.
     """
     if isinstance(inducing, AbstractInducing):
         return inducing
-    return InducingPoints(as_points(inducing))
+    return InducingPoints(as_points(inducing, argument))
 
 
-def as_points(Z: ArrayLike) -> Array:
+def as_points(Z: ArrayLike, argument: str = "inducing") -> Array:
     """Inducing inputs as an array of floats, (..., M, D); the errors are those of `as_inducing`."""
     Z = jnp.asarray(Z)
     if Z.ndim < 2 or Z.shape[-2] == 0:
         msg = (
-            f"`inducing` must have shape (M, D) with M ≥ 1, got {Z.shape}. For inputs in one dimension use Z[:, None]."
+            f"`{argument}` must have shape (M, D) with M ≥ 1, got {Z.shape}. "
+            "For inputs in one dimension use Z[:, None]."
         )
         raise ValueError(msg)
     if not jnp.issubdtype(Z.dtype, jnp.floating):
         Z = Z.astype(jnp.result_type(float))
     if not isinstance(Z, Tracer) and np.isnan(Z).any():
-        msg = f"`inducing` of shape {Z.shape} contains NaN. Drop or impute the rows it was made from."
+        msg = f"`{argument}` of shape {Z.shape} contains NaN. Drop or impute the rows it was made from."
         raise ValueError(msg)
     return Z
 
 
-def check_width(inducing: AbstractInducing, X: Array) -> None:
+def check_width(inducing: AbstractInducing, X: Array, argument: str = "inducing") -> None:
     """Raise if inducing variables live in another number of columns than the inputs have."""
     if inducing.width != X.shape[-1]:
         msg = (
-            f"`inducing` has {inducing.width} columns, but this site's `X` has shape {X.shape}. "
+            f"`{argument}` has {inducing.width} columns, but this site's `X` has shape {X.shape}. "
             f"Give inducing inputs with {X.shape[-1]} columns; for sites of different widths use a dict by site."
         )
         raise ValueError(msg)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from numpyro.optim import _NumPyroOptim
 import optax
 
+from numpyro_sgp.optim.dual_ascent import DualAscentState
 from numpyro_sgp.sites import AbstractSites, Perturbation, Perturbed
 
 __all__ = ["NaturalGradient", "NaturalGradientState", "num_refused"]
@@ -43,16 +44,16 @@ class NaturalGradientState(NamedTuple):
 
 
 def num_refused(state: Any) -> Array:
-    """How many steps `NaturalGradient` has refused.
+    """How many steps `NaturalGradient` or `DualAscent` has refused.
 
     Args:
         state: an `SVIState`, or the optimizer state in it.
     """
     optim_state = getattr(state, "optim_state", state)
     inner = optim_state[1] if isinstance(optim_state, tuple) and len(optim_state) == 2 else optim_state
-    if not isinstance(inner, NaturalGradientState):
+    if not isinstance(inner, NaturalGradientState | DualAscentState):
         msg = (
-            f"`state` must come from `NaturalGradient`, got one with a {type(inner).__name__}. "
+            f"`state` must come from `NaturalGradient` or `DualAscent`, got one with a {type(inner).__name__}. "
             "Pass `result.state` of `SVI.run`, or the state that `SVI.update` returned."
         )
         raise TypeError(msg)
@@ -82,6 +83,9 @@ class NaturalGradient(_NumPyroOptim):
         others: optax transformation for the parameters that are not sites.
         e_steps: natural steps in each update, one after the other.
         m_steps: steps of `others` in each update, after the natural ones.
+        in_turn: take the natural step of each parameter with sites at the place where the step before has led, instead
+            of all at once: one evaluation of the loss for each. For the two blocks of `AutoDecoupledGP` with "solve",
+            and for several GP sites under one likelihood, with ρ = 1 it needs half as many steps or fewer.
         floor: smallest precision β of a datum's site, on a minibatch of (N/B) β: 0 keeps Λ₂ positive semi-definite
             whatever the likelihood. None leaves β as it comes: for a likelihood that is not log-concave the fixed point
             is then exactly the optimum of the bound, and only refusals guard the steps.
@@ -106,6 +110,7 @@ class NaturalGradient(_NumPyroOptim):
         *,
         e_steps: int = 1,
         m_steps: int = 1,
+        in_turn: bool = False,
         floor: float | None = 0.0,
     ) -> None:
         first = step_size(jnp.asarray(0)) if callable(step_size) else step_size
@@ -133,6 +138,7 @@ class NaturalGradient(_NumPyroOptim):
         self.others = optax.with_extra_args_support(others)
         self.e_steps = e_steps
         self.m_steps = m_steps
+        self.in_turn = in_turn
         self.floor = floor
 
     def init(self, params: Params) -> tuple[Array, NaturalGradientState]:
@@ -191,7 +197,8 @@ class NaturalGradient(_NumPyroOptim):
         damping = jnp.where(inner.retrying, inner.damping, jnp.minimum(2.0 * inner.damping, 1.0))
         rate = self.step_size(step) if callable(self.step_size) else self.step_size
         rate = jnp.asarray(rate, damping.dtype) * damping
-        iterate = self._simultaneous if self.e_steps == self.m_steps == 1 else self._alternating
+        at_once = self.e_steps == self.m_steps == 1 and not self.in_turn
+        iterate = self._simultaneous if at_once else self._alternating
         loss, aux, finite, there = iterate(fn, *_split(inner.params), inner.others_state, rate, damping)
         here = (inner.params, inner.others_state)
         usable = jnp.isfinite(loss)
@@ -227,9 +234,20 @@ class NaturalGradient(_NumPyroOptim):
     ) -> tuple[Array, Any, Array, tuple[Params, Any]]:
         """Natural steps, then steps of the others; the loss is that of the first evaluation."""
 
-        def e_step(sites: Sites) -> tuple[Array, Any, Sites]:
-            loss, aux, direction, _ = self._differentiate(fn, sites, others, with_others=False)
-            return loss, aux, _moved(sites, direction, rate)
+        def e_step(sites: Sites) -> tuple[Array, Any, Sites, Array]:
+            outputs, finite = [], jnp.asarray(True)
+            for group in [[name] for name in sites] if self.in_turn else [list(sites)]:
+                moving = {name: sites[name] for name in group}
+                resting = _unperturbed({name: value for name, value in sites.items() if name not in group})
+
+                def given(params: Params, resting: Params = resting) -> tuple[Array, Any]:
+                    return fn({**params, **resting})
+
+                loss, aux, direction, _ = self._differentiate(given, moving, others, with_others=False)
+                sites = {**sites, **_moved(moving, direction, rate)}
+                outputs.append((loss, aux))
+                finite &= jnp.isfinite(loss)
+            return *outputs[0], sites, finite
 
         def m_step(others: Params, others_state: Any) -> tuple[Array, Any, Params, Any]:
             def loss_fn(others: Params) -> tuple[Array, Any]:
@@ -239,8 +257,8 @@ class NaturalGradient(_NumPyroOptim):
             return loss, aux, *self._descend(grads, others, others_state, loss, damping)
 
         def more_e(_: int, carry: tuple[Sites, Array]) -> tuple[Sites, Array]:
-            loss, _, moved = e_step(carry[0])
-            return moved, carry[1] & jnp.isfinite(loss)
+            *_outputs, moved, finite = e_step(carry[0])
+            return moved, carry[1] & finite
 
         def more_m(_: int, carry: tuple[Params, Any, Array]) -> tuple[Params, Any, Array]:
             loss, _, moved, moved_state = m_step(carry[0], carry[1])
@@ -248,8 +266,8 @@ class NaturalGradient(_NumPyroOptim):
 
         outputs, finite = [], jnp.asarray(True)
         if self.e_steps:
-            *output, sites = e_step(sites)
-            outputs.append(output)
+            loss, aux, sites, finite = e_step(sites)
+            outputs.append((loss, aux))
         if self.e_steps > 1:
             sites, finite = lax.fori_loop(1, self.e_steps, more_e, (sites, finite))
         if self.m_steps:

@@ -1,0 +1,279 @@
+"""`DualAscent`: natural steps on the coefficients of a mean whose basis is the data."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import jax
+from jax import Array, lax
+import jax.numpy as jnp
+from numpyro.optim import _NumPyroOptim
+import optax
+
+from numpyro_sgp.coefficients import AbstractCoefficients, Ascending, Coefficients, Response
+from numpyro_sgp.sites import AbstractSites
+
+__all__ = ["DualAscent", "DualAscentState"]
+
+Params = dict[str, Any]
+LossFn = Callable[[Params], tuple[Array, Any]]
+
+
+class _Vectors(NamedTuple):
+    """The vectors of one set of coefficients, in the units of their parameters, and the projections that follow them.
+
+    Attributes:
+        ahead: coefficients at which the next loss is evaluated, (..., M_γ).
+        velocity: (..., M_γ).
+        average: of the coefficients so far, (..., M_γ).
+        projected: L⁻¹K_uγ times the first two, (2, ..., M), or None.
+    """
+
+    ahead: Array
+    velocity: Array
+    average: Array
+    projected: Array | None
+
+
+class DualAscentState(NamedTuple):
+    """State between steps.
+
+    Attributes:
+        params: current parameters; those of the coefficients are in `vectors`.
+        others_state: state of the transformation that trains the other parameters, or None.
+        vectors: of each set of coefficients.
+        refused: how many steps were refused so far.
+    """
+
+    params: Params
+    others_state: Any
+    vectors: dict[str, _Vectors]
+    refused: Array
+
+
+class DualAscent(_NumPyroOptim):
+    """Natural steps on the coefficients of a mean basis that is the data: a_n ← a_n + step (∂E log p(y_n)/∂m_n − a_n).
+
+    For the rows n of a batch. Such a step needs no matrix of the basis; with a Gaussian likelihood it ends at
+    a_n = (y_n − m_n)/σ². It refines the mean of a fitted posterior: pass the parameters of an `AutoSVGP` as
+    `init_params` of `SVI.run`, with `AutoDecoupledGP(model, X, Z)` as the guide. Sites, hyperparameters and inducing
+    inputs stay as they are, unless `others` trains those that are not sites. Momentum is Nesterov's, and predictions
+    use an average of the coefficients. A step costs B rows of the kernel matrix, and what the covariance costs. One
+    whose loss or coefficients are not finite is refused and counted (`num_refused`); a row of data that is not in the
+    basis makes the loss NaN.
+
+    Args:
+        step_size: step in (0, 1], or an optax schedule of it; `AutoDecoupledGP.dual_step_size` finds one.
+        others: optax transformation for the hyperparameters and other parameters; None leaves them as they are. With
+            it, the projection on the covariance basis costs M rows of the kernel matrix more in each step.
+        momentum: in [0, 1).
+        averaging: share of a step in the average, or None for predictions with the last coefficients.
+        refresh: after how many steps the projections on the covariance basis, which follow the coefficients at a cost
+            of M·B, are computed anew at one of M·N, against rounding; 1 where hyperparameters are sampled.
+
+    Raises:
+        ValueError: a number outside its range; coefficients missing among the parameters, or not of the data (when the
+            state is made).
+        TypeError: `others` is not an optax transformation.
+
+    References:
+        Cheng and Boots (2017), "Variational inference for Gaussian process models with linear complexity", for the
+        posterior; the step is the natural gradient in the metric of the prior, whose matrix cancels.
+
+    Example:
+        >>> import numpyro_sgp as sgp
+        >>> optim = sgp.DualAscent(step_size=0.01)
+    """
+
+    def __init__(
+        self,
+        step_size: float | Callable[[Array], Array] = 0.01,
+        others: optax.GradientTransformation | None = None,
+        *,
+        momentum: float = 0.9,
+        averaging: float | None = 0.01,
+        refresh: int = 1000,
+    ) -> None:
+        first = step_size(jnp.asarray(0)) if callable(step_size) else step_size
+        for name, value, inside, needed in (
+            ("step_size", first, lambda x: 0.0 < x <= 1.0, "lie in (0, 1]"),
+            ("momentum", momentum, lambda x: 0.0 <= x < 1.0, "lie in [0, 1)"),
+            ("averaging", averaging, lambda x: x is None or 0.0 < x <= 1.0, "lie in (0, 1] or be None"),
+            ("refresh", refresh, lambda x: isinstance(x, int) and x >= 1, "be a positive integer"),
+        ):
+            try:
+                right = bool(inside(value))
+            except (TypeError, ValueError):
+                right = False
+            if not right:
+                hint = " `AutoDecoupledGP.dual_step_size` finds one." if name == "step_size" else ""
+                msg = f"`{name}` must {needed}, got {value!r}.{hint}"
+                raise ValueError(msg)
+        if others is not None and not isinstance(others, optax.GradientTransformation):
+            msg = (
+                f"`others` must be an optax transformation or None, got {type(others).__name__}. "
+                "For example optax.adam(1e-3)."
+            )
+            raise TypeError(msg)
+        self.step_size = step_size
+        self.others = None if others is None else optax.with_extra_args_support(others)
+        self.momentum = momentum
+        self.averaging = averaging
+        self.refresh = refresh
+
+    def init(self, params: Params) -> tuple[Array, DualAscentState]:
+        """The state before the first step; raises where no parameter is a set of coefficients of the data."""
+        found = {name: value for name, value in params.items() if isinstance(value, Coefficients)}
+        if not found:
+            msg = (
+                f"`DualAscent` found no coefficients of a mean among the parameters {sorted(params)}. Use "
+                "`AutoDecoupledGP` with the training inputs as `mean_inducing`."
+            )
+            raise ValueError(msg)
+        for name, value in found.items():
+            if value.of_data is False:
+                msg = (
+                    f"`DualAscent` needs a mean basis that is the data: the basis of {name!r} lacks rows of the X that "
+                    "the guide was initialised with. Pass all training inputs as `mean_inducing`, in the same dtype "
+                    "and after the same scaling; for another basis train the coefficients with optax.adam."
+                )
+                raise ValueError(msg)
+        vectors = {
+            name: _Vectors(value.values, jnp.zeros_like(value.values), value.values, _projections(value, 2))
+            for name, value in found.items()
+        }
+        others_state = None if self.others is None else self.others.init(_others(params))
+        return jnp.asarray(0), DualAscentState(params, others_state, vectors, jnp.zeros((), jnp.int32))
+
+    def get_params(self, state: tuple[Array, DualAscentState]) -> Params:
+        """The current parameters, with averaged coefficients."""
+        inner = state[1]
+        return {**inner.params, **{name: self._at(inner, name) for name in inner.vectors}}
+
+    def _at(self, inner: DualAscentState, name: str) -> Coefficients:
+        vectors = inner.vectors[name]
+        values = vectors.ahead - self.momentum * vectors.velocity if self.averaging is None else vectors.average
+        return _with_values(inner.params[name], values)
+
+    def update(self, g: Any, state: Any, value: Any = None) -> Any:
+        """Refused: a natural direction cannot be made from gradients with respect to parameters."""
+        del g, state, value
+        msg = "`DualAscent` evaluates the loss itself. Call `eval_and_update`, as `SVI.update` and `SVI.run` do."
+        raise TypeError(msg)
+
+    def eval_and_update(
+        self, fn: LossFn, state: tuple[Array, DualAscentState], forward_mode_differentiation: bool = False
+    ) -> tuple[tuple[Array, Any], tuple[Array, DualAscentState]]:
+        """One update: the loss and auxiliary output where the momentum leads, and the new state."""
+        out, new_state, _ = self._step(fn, state, forward_mode_differentiation)
+        return out, new_state
+
+    def eval_and_stable_update(
+        self, fn: LossFn, state: tuple[Array, DualAscentState], forward_mode_differentiation: bool = False
+    ) -> tuple[tuple[Array, Any], tuple[Array, DualAscentState]]:
+        """As `eval_and_update`, and the loss of a refused step is NaN."""
+        (loss, aux), new_state, accepted = self._step(fn, state, forward_mode_differentiation)
+        return (jnp.where(accepted, loss, jnp.nan), aux), new_state
+
+    def _step(
+        self, fn: LossFn, state: tuple[Array, DualAscentState], forward_mode_differentiation: bool
+    ) -> tuple[tuple[Array, Any], tuple[Array, DualAscentState], Array]:
+        if forward_mode_differentiation:
+            msg = "`DualAscent` works by reverse-mode differentiation. Leave `forward_mode_differentiation` False."
+            raise ValueError(msg)
+        step, inner = state
+        others = {} if self.others is None else _others(inner.params)
+        # The first step computes the projections, since parameters may come from anywhere.
+        refresh = True if self.others is not None or self.refresh == 1 else step % self.refresh == 0
+        rows_seen: dict[str, list[int]] = {name: [] for name in inner.vectors}
+
+        def loss_fn(zero: dict[str, Response], others: Params) -> tuple[Array, Any]:
+            ascending = {}
+            for name, vectors in inner.vectors.items():
+                ascending[name] = Ascending(
+                    _with_values(inner.params[name], vectors.ahead),
+                    jnp.stack([vectors.ahead, vectors.velocity]),
+                    vectors.projected,
+                    refresh,
+                    zero[name],
+                    rows_seen[name],
+                )
+            return fn({**inner.params, **others, **ascending})
+
+        zero = {name: _zero(inner.params[name], vectors) for name, vectors in inner.vectors.items()}
+        (loss, aux), (responses, grads) = jax.value_and_grad(loss_fn, (0, 1), has_aux=True)(zero, others)
+        rate = self.step_size(step) if callable(self.step_size) else self.step_size
+        moved = {
+            name: self._moved(step, rate, vectors, responses[name], _only(rows_seen[name], name))
+            for name, vectors in inner.vectors.items()
+        }
+        params, others_state = inner.params, inner.others_state
+        if self.others is not None:
+            updates, others_state = self.others.update(grads, others_state, others, value=loss)
+            params = {**params, **cast(Params, optax.apply_updates(others, updates))}
+        leaves = [x for x in jax.tree.leaves((loss, moved, params)) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+        accepted = jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
+        there = (params, others_state, moved)
+        here = (inner.params, inner.others_state, inner.vectors)
+        params, others_state, vectors = lax.cond(accepted, lambda: there, lambda: here)
+        refused = inner.refused + jnp.where(accepted, 0, 1).astype(inner.refused.dtype)
+        return (loss, aux), (step + 1, DualAscentState(params, others_state, vectors, refused)), accepted
+
+    def _moved(self, step: Array, rate: Any, vectors: _Vectors, response: Response, rows: int) -> _Vectors:
+        """Nesterov's step, and what it does to the projections, which are linear."""
+        dtype = vectors.ahead.dtype
+        rate, momentum = jnp.asarray(rate, dtype), jnp.asarray(self.momentum, dtype)
+        # The loss is that of all N rows, which are those of the basis, estimated from some of them.
+        share = rows / vectors.ahead.shape[-1]
+        direction = -share * response.gradient - response.seen * vectors.ahead
+        velocity = momentum * vectors.velocity + rate * direction
+        values = vectors.ahead + rate * direction
+        ahead = values + momentum * velocity
+        average = values
+        if self.averaging is not None:
+            # A plain mean until there are enough steps.
+            weight = jnp.maximum(1.0 / (step + 1), self.averaging).astype(dtype)
+            average = vectors.average + weight * (values - vectors.average)
+        if response.projected is None:
+            return _Vectors(ahead, velocity, average, None)
+        assert response.gradient_projected is not None
+        assert response.seen_projected is not None
+        projected_ahead, projected_velocity = response.projected
+        direction = -share * response.gradient_projected - response.seen_projected
+        projected_velocity = momentum * projected_velocity + rate * direction
+        projected_ahead = projected_ahead + rate * direction + momentum * projected_velocity
+        return _Vectors(ahead, velocity, average, jnp.stack([projected_ahead, projected_velocity]))
+
+
+def _others(params: Params) -> Params:
+    """The parameters that an optax transformation may train."""
+    return {
+        name: value for name, value in params.items() if not isinstance(value, AbstractSites | AbstractCoefficients)
+    }
+
+
+def _with_values(coefficients: Coefficients, values: Array) -> Coefficients:
+    return Coefficients(values, coefficients.residual, coefficients.num_projected, coefficients.of_data)
+
+
+def _projections(coefficients: Coefficients, num: int) -> Array | None:
+    if not coefficients.num_projected:
+        return None
+    shape = (num, *coefficients.values.shape[:-1], coefficients.num_projected)
+    return jnp.zeros(shape, coefficients.values.dtype)
+
+
+def _zero(coefficients: Coefficients, vectors: _Vectors) -> Response:
+    zeros, projected = jnp.zeros_like(vectors.ahead), _projections(coefficients, 2)
+    once = None if projected is None else projected[0]
+    return Response(zeros, zeros, once, once, projected)
+
+
+def _only(rows: list[int], name: str) -> int:
+    found = set(rows)
+    if len(found) != 1:
+        msg = (
+            f"The coefficients {name!r} met {sorted(found) or 'no'} rows of data in one evaluation of the loss. A GP "
+            "site is trained at one batch of inputs; give each set of inputs its own site."
+        )
+        raise ValueError(msg)
+    return found.pop()
