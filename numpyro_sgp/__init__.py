@@ -24,6 +24,7 @@ from numpyro_sgp.fitting import (
 from numpyro_sgp.inducing import (
     BoundedInducingPoints,
     InducingPoints,
+    MultiscaleInducing,
     greedy_variance,
     kmeans,
     subset,
@@ -59,6 +60,7 @@ __all__ = [
     "GaussianProcess",
     "InducingPoints",
     "InducingReparam",
+    "MultiscaleInducing",
     "NaturalGradient",
     "NaturalWhitened",
     "ProcessPosterior",

@@ -225,6 +225,12 @@ def test_equal_rows_with_different_outcomes_share_a_coefficient():
     q = guide.posterior(jax.random.key(1), result.params, X_NEW)["f"]
     assert_allclose(q.mean - MEAN, expected, rtol=1e-7)
     assert_array_equal(result.params["f_auto_a"].values[N:], np.zeros(3))
+    # The divergence counts it once.
+    a = np.asarray(result.params["f_auto_a"].values) / np.sqrt(VARIANCE * 1.01)
+    K_data = oracles.se(twice, twice, LENGTHSCALE, VARIANCE)
+    error = y - MEAN - K_data @ a
+    ell = -0.5 * np.sum(error**2 + VARIANCE) / NOISE**2 - 0.5 * len(y) * np.log(2.0 * np.pi * NOISE**2)
+    assert_allclose(-result.losses[-1], ell - 0.5 * a @ K_data @ a, rtol=1e-7)
     # A batch with one of two equal rows moves their coefficient by a half of its decay.
     svi, state = state_at(regression, guide, result.params, sgp.DualAscent(0.2, momentum=0.0, averaging=None), twice, y)
     step = jax.jit(lambda X, y: svi.get_params(svi.update(state, X, y, num_data=N + 3)[0])["f_auto_a"].values)
@@ -237,16 +243,17 @@ def test_equal_rows_with_different_outcomes_share_a_coefficient():
 
 
 def test_tracked_projections_are_those_of_the_coefficients():
-    y = Model().y
-    guide = sgp.AutoDecoupledGP(regression, X, Z)
-    rows = np.random.default_rng(0).permuted(np.tile(np.arange(N), (200, 1)), axis=1)[:, :3]
+    data = np.concatenate([X, X[2:4]])  # two rows stand twice
+    y, total = np.concatenate([Model().y, [0.5, -1.0]]), N + 2
+    guide = sgp.AutoDecoupledGP(regression, data, Z)
+    rows = np.random.default_rng(0).permuted(np.tile(np.arange(total), (200, 1)), axis=1)[:, :3]
 
     def run(refresh):
         optim = sgp.DualAscent(0.05, refresh=refresh, averaging=None)
         svi = SVI(regression, guide, optim, sgp.QuadratureELBO())
-        params = arbitrary(initial_parameters(regression, guide, X, y))
-        state = svi.init(jax.random.key(0), X, y, init_params=params)
-        update = jax.jit(lambda s, rows: svi.update(s, jnp.asarray(X)[rows], jnp.asarray(y)[rows], num_data=N))
+        params = arbitrary(initial_parameters(regression, guide, data, y))
+        state = svi.init(jax.random.key(0), data, y, init_params=params)
+        update = jax.jit(lambda s, rows: svi.update(s, jnp.asarray(data)[rows], jnp.asarray(y)[rows], num_data=total))
         return jax.lax.scan(update, state, rows)
 
     tracked, losses = run(10_000)
@@ -254,7 +261,7 @@ def test_tracked_projections_are_those_of_the_coefficients():
     assert_allclose(losses, expected, rtol=1e-9)
     vectors = tracked.optim_state[1].vectors["f_auto_a"]
     unit = np.sqrt(VARIANCE * (tracked.optim_state[1].params["f_auto_a"].residual + 1e-2))
-    oracle = dense("orthogonal")
+    oracle = Dense(gamma=data, kind="orthogonal")
     for vector, projected in zip((vectors.ahead, vectors.velocity), vectors.projected, strict=True):
         assert_allclose(projected, np.linalg.solve(oracle.L, oracle.Kug @ (vector / unit)), rtol=1e-9)
     assert_allclose(vectors.ahead, anew.optim_state[1].vectors["f_auto_a"].ahead, rtol=1e-9)

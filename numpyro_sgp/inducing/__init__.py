@@ -1,5 +1,6 @@
 """Inducing variables: what a sparse posterior conditions on, and where to put them."""
 
+from numpyro_sgp.inducing.multiscale import MultiscaleInducing
 from numpyro_sgp.inducing.points import (
     AbstractInducing,
     BoundedInducingPoints,
@@ -22,6 +23,7 @@ __all__ = [
     "AbstractInducing",
     "BoundedInducingPoints",
     "InducingPoints",
+    "MultiscaleInducing",
     "RowMatch",
     "Suggestion",
     "TraceError",
