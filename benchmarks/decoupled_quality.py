@@ -139,8 +139,8 @@ def runs(data, test, p: dict) -> dict[str, dict]:
     jointly("orthogonal", sgp.AutoDecoupledGP(model, X[some], Z, kl_rows=batch, **options))
 
     guide = sgp.AutoDecoupledGP(model, X, fitted["f_auto_inducing"], natural=True, kl_rows=batch)
-    _, state = started(guide, optax.sgd(0.0), fitted)
-    params = SVI(model, guide, optax.sgd(0.0), loss).get_params(state)
+    svi, state = started(guide, optax.sgd(0.0), fitted)
+    params = svi.get_params(state)
     curvature = float(fitted["noise"]) ** -2
     size = guide.dual_step_size(jax.random.key(0), params, X[order[:2000]], batch_size=batch, curvature=curvature)["f"]
     dual = sgp.DualAscent(size)

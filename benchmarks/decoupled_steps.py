@@ -47,7 +47,7 @@ def milliseconds(name: str, M_gamma: int, M_beta: int, repeats: int) -> float:
     svi = SVI(model, guide, OPTIMIZERS[name](), sgp.QuadratureELBO())
     batch = (jnp.asarray(X[:BATCH]), jnp.asarray(y[:BATCH]))
     state = svi.init(jax.random.key(0), *batch, num_data=M_gamma)
-    update = jax.jit(svi.update, static_argnames="num_data", donate_argnums=0)
+    update = jax.jit(svi.update, static_argnames="num_data")
     state, _ = update(state, *batch, num_data=M_gamma)
     times = []
     for _ in range(repeats):
