@@ -324,8 +324,9 @@ def test_hyperparameters_that_are_drawn_need_fresh_projections():
     y = Model().y
     guide = sgp.AutoDecoupledGP(with_noise, X, Z)
     svi = SVI(with_noise, guide, sgp.DualAscent(0.01), sgp.QuadratureELBO())
+    state = svi.init(jax.random.key(0), X, y)
     with pytest.raises(ValueError, match=r"draws \['lengthscale', 'noise'\].*refresh=1"):
-        svi.run(jax.random.key(0), 1, X, y, progress_bar=False)
+        svi.update(state, X, y)
     for base, refresh in ((AutoDelta, 10), (AutoNormal, 1)):
         guide = sgp.AutoDecoupledGP(with_noise, X, Z, base=base)
         svi = SVI(with_noise, guide, sgp.DualAscent(0.01, refresh=refresh), sgp.QuadratureELBO())
@@ -444,7 +445,7 @@ def test_others_that_are_no_transformation_are_refused():
 def test_a_guide_without_the_data_as_its_mean_basis_is_refused(make, message):
     svi = SVI(regression, make(), sgp.DualAscent(0.1), sgp.QuadratureELBO())
     with pytest.raises(ValueError, match=message):
-        svi.run(jax.random.key(0), 1, X, Model().y, progress_bar=False)
+        svi.update(svi.init(jax.random.key(0), X, Model().y), X, Model().y)
 
 
 # The step size.
