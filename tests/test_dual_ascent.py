@@ -254,7 +254,11 @@ def test_tracked_projections_are_those_of_the_coefficients():
         params = arbitrary(initial_parameters(regression, guide, data, y))
         state = svi.init(jax.random.key(0), data, y, init_params=params)
         update = jax.jit(lambda s, rows: svi.update(s, jnp.asarray(data)[rows], jnp.asarray(y)[rows], num_data=total))
-        return jax.lax.scan(update, state, rows)
+        losses = []
+        for batch in rows:
+            state, loss = update(state, batch)
+            losses.append(loss)
+        return state, losses
 
     tracked, losses = run(10_000)
     anew, expected = run(1)
