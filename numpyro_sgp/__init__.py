@@ -23,15 +23,18 @@ from numpyro_sgp.fitting import (
 )
 from numpyro_sgp.inducing import (
     BoundedInducingPoints,
+    GrowingInducing,
     InducingPoints,
     MultiscaleInducing,
     greedy_variance,
+    growing,
     kmeans,
+    median_lengthscale,
     subset,
     suggest_num_inducing,
     trace_error,
 )
-from numpyro_sgp.optim import DualAscent, NaturalGradient, num_refused
+from numpyro_sgp.optim import DualAscent, GrowBasis, NaturalGradient, num_refused
 from numpyro_sgp.predict import FunctionDraws, ProcessPosterior, process_posterior
 from numpyro_sgp.regression import RegressionPosterior, SparseGPRegression
 from numpyro_sgp.reparam import InducingReparam
@@ -58,6 +61,8 @@ __all__ = [
     "FitProgress",
     "FunctionDraws",
     "GaussianProcess",
+    "GrowBasis",
+    "GrowingInducing",
     "InducingPoints",
     "InducingReparam",
     "MultiscaleInducing",
@@ -73,9 +78,11 @@ __all__ = [
     "diagnostics",
     "fit",
     "greedy_variance",
+    "growing",
     "kernels",
     "kmeans",
     "load_checkpoint",
+    "median_lengthscale",
     "num_refused",
     "process_posterior",
     "save_checkpoint",

@@ -25,7 +25,7 @@ from numpyro.primitives import Messenger
 from numpyro_sgp.coefficients import Ascending
 from numpyro_sgp.conditionals import Moments
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior, rewrap, unwrap
-from numpyro_sgp.inducing import AbstractInducing, as_inducing, check_width
+from numpyro_sgp.inducing import AbstractInducing, Growing, GrowingInducing, as_inducing, ask, check_width
 from numpyro_sgp.predict import FunctionDraws, sample_functions
 
 __all__ = ["AbstractAutoSparseGP", "AbstractPosteriorFamily", "AutoSparseGP", "inducing_param"]
@@ -248,6 +248,25 @@ def _param(name: str, init: Any, predicting: bool) -> Any:
     return numpyro.param(name, missing if predicting else init)
 
 
+def _asked(asking: list[Growing], q: Moments, prior: GaussianProcess) -> Moments:
+    """The moments as functions of the candidates of growing bases, the one of the covariance first."""
+    zero = ask(asking, prior.kernel, prior.X, q.prior_root)
+    # Once for the site, however many latents it has.
+    first = (0,) * q.kl.ndim
+    return q._replace(kl=q.kl.at[first].add(zero) if first else q.kl + zero)
+
+
+def refuse_growing(inducing: AbstractInducing, form: str) -> None:
+    """Raise where a posterior would not stay as it is when an inducing input is added."""
+    if isinstance(inducing, GrowingInducing):
+        msg = (
+            f"Growing inducing inputs were given with {form}, whose posterior changes when one is added. Those that "
+            'can grow are the whitened ones of `AutoSVGP`, both bases of `AutoDecoupledGP` with "hybrid", or "full" '
+            "and `natural=True`, and its mean basis alone with the others."
+        )
+        raise ValueError(msg)  # noqa: TRY004 - the right type for another guide
+
+
 def _check_tracked(base_trace: dict[str, dict], trace: dict[str, dict]) -> None:
     """Raise if an optimizer tracks what depends on hyperparameters, and these are drawn anew in each step."""
     params = [site["value"] for site in trace.values() if site["type"] == "param"]
@@ -324,22 +343,33 @@ class AbstractAutoSparseGP(AutoGuide):
 
     def _latent_names(self, predicting: bool, args: tuple, kwargs: dict) -> tuple[str, ...]:
         """Which latents are the base guide's: found where the data are given, and remembered among the parameters."""
-        found: tuple[str, ...] = ()
-        if not predicting:
+
+        def find(rng_key: Array) -> LatentNames:
+            del rng_key
             with _explained(), handlers.block(), handlers.trace() as trace:
                 self._model_for_base(*args, **kwargs)
-            found = tuple(name for name, site in trace.items() if site["type"] == "sample" and not site["is_observed"])
-        return _param(f"{self.prefix}_latents", LatentNames(found), predicting).names
+            sites = [site for site in trace.values() if site["type"] == "sample" and not site["is_observed"]]
+            return LatentNames(tuple(site["name"] for site in sites))
+
+        return _param(f"{self.prefix}_latents", find, predicting).names
 
     def _run_model(
         self, base_trace: dict[str, dict], predicting: bool, args: tuple, kwargs: dict
     ) -> tuple[dict[str, dict], dict[str, SparsePosterior]]:
         def posterior(site: str, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
+            asking: list[Growing] = []
+
             def param(symbol: str, init: Any) -> Any:
-                return _param(f"{site}_{self.prefix}_{symbol}", init, predicting)
+                value = _param(f"{site}_{self.prefix}_{symbol}", init, predicting)
+                if not isinstance(value, Growing):
+                    return value
+                asking.append(value)
+                return value.basis
 
             try:
                 moments = self.family(site).moments(param, prior, batch_shape)
+                if asking:
+                    moments = _asked(asking, moments, prior)
             except (TypeError, ValueError) as error:
                 error.add_note(f"This was at the GP site {site!r}.")
                 raise

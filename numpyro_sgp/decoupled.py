@@ -19,6 +19,7 @@ from numpyro_sgp.autoguide import (
     check_names,
     for_site,
     inducing_param,
+    refuse_growing,
     started_at,
 )
 from numpyro_sgp.coefficients import Ascending, Coefficients, coefficients_of
@@ -45,7 +46,7 @@ from numpyro_sgp.conditionals import (
     whitened,
 )
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
-from numpyro_sgp.inducing import AbstractInducing, InducingPoints, find_rows
+from numpyro_sgp.inducing import AbstractInducing, Growing, GrowingInducing, InducingPoints, find_rows
 from numpyro_sgp.linalg import diagonal, matmul, matvec, matvec_transposed
 from numpyro_sgp.regression import RegressionPosterior, started_mean_and_root, started_sites
 from numpyro_sgp.sites import Perturbed, TiedSites, sites_of
@@ -177,6 +178,8 @@ class Decoupled(AbstractPosteriorFamily):
         block = self._gaussian(param, prior, batch_shape, beta, blocks, "", self.init_from)
         if gamma is None:
             return block.perturb(block.q)
+        if self.parametrization != "hybrid":
+            refuse_growing(beta, f"the covariance of `parametrization={self.parametrization!r}`")
         if self.parametrization == "solve":
             own = project_orthogonal(beta, gamma, blocks, prior.kernel, prior.X, prior.relative_jitter)
             second = self._gaussian(param, prior, batch_shape, gamma, own, "mean_", None)
@@ -237,12 +240,13 @@ class Decoupled(AbstractPosteriorFamily):
         def init(rng_key: Array) -> Coefficients:
             del rng_key
             zeros = jnp.zeros((*batch_shape, gamma.num_inducing), prior.X.dtype)
-            if basis is None:
-                return Coefficients(zeros, None, 0, _holds(gamma, prior.X))
+            projected = 0 if basis is None else basis[0].shape[-1]
+            if basis is None or isinstance(gamma, GrowingInducing):  # where what is left is not known yet
+                return Coefficients(zeros, None, projected, _holds(gamma, prior.X))
             # O(M² M_γ) operations, more than the rest of a step: measured once, while the scale follows the kernel.
             kgg = gamma.Kuu_diagonal(prior.kernel)
             residual = residual_variance(*basis, kgg) / jnp.mean(kgg, axis=-1, keepdims=True)
-            return Coefficients(zeros, residual, basis[0].shape[-1], _holds(gamma, prior.X))
+            return Coefficients(zeros, residual, projected, _holds(gamma, prior.X))
 
         value: Coefficients | Ascending = param("a", init)
         return value, coefficient_units(coefficients_of(value), gamma, prior.kernel)
@@ -335,6 +339,7 @@ class Decoupled(AbstractPosteriorFamily):
         blocks = project(beta, kernel, prior.X, prior.relative_jitter)
         identity = jnp.eye(beta.num_inducing, dtype=dtype)
         if not self.natural:
+            refuse_growing(beta, 'the covariance of `parametrization="full"` with `natural=False`')
             start = jnp.broadcast_to(_START_OF_ROOT * identity, (*batch_shape, *identity.shape))
             B_sqrt = jnp.tril(param("B_sqrt", start))
             return full(nothing, B_sqrt, identity, blocks.A, blocks.kff, no_mean, jnp.zeros(batch_shape, dtype))
@@ -528,6 +533,8 @@ def _warn_of_a_small_basis(site: str, beta: AbstractInducing, prior: GaussianPro
 
     Values that are being traced say nothing: so this speaks when a guide is initialised, and is silent in its steps.
     """
+    if isinstance(beta, GrowingInducing | Growing):  # which explains nothing yet
+        return
     M, N = beta.num_inducing, max(num_data, prior.X.shape[-2])
     if M >= _SMALL_BASIS or _ROWS_FOR_EACH * M > N:
         return

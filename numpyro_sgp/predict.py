@@ -31,7 +31,7 @@ from jax.typing import ArrayLike
 from numpyro_sgp.conditionals import Moments, Projection, coefficient_units, mean_at, project_orthogonal
 from numpyro_sgp.conditionals.moments import moments
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
-from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, InducingPoints, check_width
+from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, GrowingInducing, InducingPoints, check_width
 from numpyro_sgp.kernels import (
     Constant,
     Linear,
@@ -289,7 +289,7 @@ class _Basis(NamedTuple):
             return None
         L_vv = project_orthogonal(beta, gamma, Projection(L, L, L, L[..., 0]), kernel, beta.Z, jitter).L
         lower = jnp.swapaxes(solve_lower(L, beta.Kuv(kernel, gamma)), -1, -2)
-        joint = InducingPoints(jnp.concatenate([beta.Z, gamma.Z], axis=-2))
+        joint = _joined(beta, gamma)
         upper = jnp.concatenate([L, jnp.zeros_like(jnp.swapaxes(lower, -1, -2))], axis=-1)
         return cls(joint, jnp.concatenate([upper, jnp.concatenate([lower, L_vv], axis=-1)], axis=-2), L.shape[-1])
 
@@ -302,7 +302,18 @@ class _Basis(NamedTuple):
         return jnp.swapaxes(solve_lower(self.L, self.inducing.Kuv(kernel, inducing)), -1, -2)
 
 
-_POINTS = InducingPoints | BoundedInducingPoints
+_POINTS = InducingPoints | BoundedInducingPoints | GrowingInducing
+
+
+def _joined(beta: Any, gamma: Any) -> AbstractInducing:
+    """The values at the inputs of two bases, as those of one."""
+    Z = jnp.concatenate([beta.Z, gamma.Z], axis=-2)
+    active = [
+        one.active if isinstance(one, GrowingInducing) else jnp.ones(one.num_inducing, Z.dtype) for one in (beta, gamma)
+    ]
+    if not any(isinstance(one, GrowingInducing) for one in (beta, gamma)):
+        return InducingPoints(Z)
+    return GrowingInducing(Z, jnp.zeros_like(Z), jnp.concatenate(active), 0)
 
 
 def _dense(sites: DatumSites, batch_shape: tuple[int, ...], shared: dict[str, Any]) -> ProcessPosterior:
@@ -684,7 +695,7 @@ def sample_functions(
         if inducing is None:
             inducing = InducingPoints(params[f"{site}_{guide.prefix}_sites"].X)
         elif gamma is not None and process.mean_weights is None:
-            inducing, gamma = InducingPoints(jnp.concatenate([inducing.Z, gamma.Z], axis=-2)), None
+            inducing, gamma = _joined(inducing, gamma), None
         result[site] = FunctionDraws(inducing, gamma, draws[site], process.batch_shape)
         _check_evaluation(site, result[site], X)
     return result

@@ -14,6 +14,7 @@ from numpyro_sgp.autoguide import (
     check_names,
     for_site,
     inducing_param,
+    refuse_growing,
     started_at,
 )
 from numpyro_sgp.conditionals import Moments, natural_whitened, perturbed_moments, project, unwhitened, whitened
@@ -63,6 +64,7 @@ class Unwhitened(AbstractPosteriorFamily):
 
     def moments(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
+        refuse_growing(inducing, "the unwhitened form")
         blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
         start = jnp.zeros(inducing.num_inducing, prior.X.dtype), blocks.L
         m, S_sqrt = started_mean_and_root(param, batch_shape, start, self.init_from, "unwhitened", inducing, prior.X)

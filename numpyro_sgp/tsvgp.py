@@ -16,6 +16,7 @@ from numpyro_sgp.autoguide import (
     check_names,
     for_site,
     inducing_param,
+    refuse_growing,
     started_at,
 )
 from numpyro_sgp.conditionals import (
@@ -95,6 +96,7 @@ class Dual(AbstractPosteriorFamily):
         if self.inducing is None:
             return self._dense(param, prior, batch_shape)
         inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
+        refuse_growing(inducing, "the sites of `AutoTSVGP`")
         if self.sites == "per_datum":
             return self._per_datum(param, prior, batch_shape, inducing)
         return self._tied(param, prior, batch_shape, inducing)

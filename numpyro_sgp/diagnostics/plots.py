@@ -7,7 +7,7 @@ from jax.typing import ArrayLike
 import numpy as np
 
 from numpyro_sgp.distributions import SparsePosterior
-from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, InducingPoints, as_inducing
+from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, GrowingInducing, InducingPoints, as_inducing
 from numpyro_sgp.optim import num_refused
 
 __all__ = ["plot_band", "plot_hyperparameters", "plot_inducing", "plot_training"]
@@ -97,10 +97,12 @@ def plot_inducing(
         ValueError: inputs of another width.
     """
     inducing, X = as_inducing(inducing), np.asarray(X)
-    if not isinstance(inducing, InducingPoints | BoundedInducingPoints):
+    if not isinstance(inducing, InducingPoints | BoundedInducingPoints | GrowingInducing):
         msg = f"`inducing` must have inputs `Z` to be drawn, got {type(inducing).__name__}."
         raise TypeError(msg)
     Z = np.asarray(inducing.Z)
+    if isinstance(inducing, GrowingInducing):
+        Z = Z[: int(inducing.num_active)]
     if X.ndim != 2 or X.shape[-1] != Z.shape[-1]:
         msg = f"`X` has shape {X.shape}, and the inducing inputs {Z.shape}. Give both with the same columns."
         raise ValueError(msg)

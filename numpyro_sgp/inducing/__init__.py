@@ -1,5 +1,6 @@
 """Inducing variables: what a sparse posterior conditions on, and where to put them."""
 
+from numpyro_sgp.inducing.growing import Candidates, Growing, GrowingInducing, added, ask, growing
 from numpyro_sgp.inducing.multiscale import MultiscaleInducing
 from numpyro_sgp.inducing.points import (
     AbstractInducing,
@@ -14,6 +15,7 @@ from numpyro_sgp.inducing.selection import (
     TraceError,
     greedy_variance,
     kmeans,
+    median_lengthscale,
     subset,
     suggest_num_inducing,
     trace_error,
@@ -22,16 +24,23 @@ from numpyro_sgp.inducing.selection import (
 __all__ = [
     "AbstractInducing",
     "BoundedInducingPoints",
+    "Candidates",
+    "Growing",
+    "GrowingInducing",
     "InducingPoints",
     "MultiscaleInducing",
     "RowMatch",
     "Suggestion",
     "TraceError",
+    "added",
     "as_inducing",
+    "ask",
     "check_width",
     "find_rows",
     "greedy_variance",
+    "growing",
     "kmeans",
+    "median_lengthscale",
     "subset",
     "suggest_num_inducing",
     "trace_error",

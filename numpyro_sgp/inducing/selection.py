@@ -22,7 +22,16 @@ from numpyro_sgp.inducing.points import AbstractInducing, as_inducing
 from numpyro_sgp.linalg import cholesky, default_jitter, matmul, solve_lower
 from numpyro_sgp.pytrees import PytreeFunction
 
-__all__ = ["Suggestion", "TraceError", "greedy_variance", "kmeans", "subset", "suggest_num_inducing", "trace_error"]
+__all__ = [
+    "Suggestion",
+    "TraceError",
+    "greedy_variance",
+    "kmeans",
+    "median_lengthscale",
+    "subset",
+    "suggest_num_inducing",
+    "trace_error",
+]
 
 # Rows of X read at once: large enough for efficient products, small enough that A takes a few megabytes.
 _CHUNK = 8192
@@ -228,6 +237,46 @@ def suggest_num_inducing(
         )
         raise ValueError(msg)
     return Suggestion(len(pivots), jnp.asarray(X[pivots]), errors)
+
+
+def median_lengthscale(X: ArrayLike, *, max_rows: int = 1000) -> np.ndarray:
+    """Lengthscales to start a stationary kernel with: √D times the median distance of two rows in each column, (D,).
+
+    Equal values are left out of the median, so that a column of a few distinct values gets a scale too; one of equal
+    values gets 1, and any other would do.
+
+    Args:
+        X: inputs, (N, D); a first minibatch is enough.
+        max_rows: how many rows to use at most, evenly spaced ones, at a cost of their number squared for each column.
+
+    Raises:
+        ValueError: fewer than two rows, or inputs that are not finite.
+
+    References:
+        Cheng and Boots (2017), "Variational inference for Gaussian process models with linear complexity", appendix
+        C.2; with the factor √D, which medians of single columns need for the product over columns.
+
+    Example:
+        >>> import numpy as np, numpyro_sgp as sgp
+        >>> sgp.median_lengthscale(np.array([[0.0], [1.0], [3.0]]))
+        array([2.])
+    """
+    X = _rows(X)
+    N, D = X.shape
+    if N < 2 or max_rows < 2:
+        msg = f"A median of distances needs two rows or more, got {N} and `max_rows={max_rows}`."
+        raise ValueError(msg)
+    if not np.all(np.isfinite(X)):
+        msg = "`X` has entries that are not finite. Drop or impute their rows."
+        raise ValueError(msg)
+    some = X[np.unique(np.linspace(0, N - 1, min(N, max_rows)).astype(int))]
+    first, second = np.triu_indices(len(some), 1)
+    medians = []
+    for column in some.T:
+        distances = np.abs(column[first] - column[second])
+        distances = distances[distances > 0.0]
+        medians.append(np.sqrt(D) * np.median(distances) if len(distances) else 1.0)
+    return np.asarray(medians, X.dtype if np.issubdtype(X.dtype, np.floating) else float)
 
 
 def trace_error(

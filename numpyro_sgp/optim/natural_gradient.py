@@ -11,6 +11,7 @@ from numpyro.optim import _NumPyroOptim
 import optax
 
 from numpyro_sgp.optim.dual_ascent import DualAscentState
+from numpyro_sgp.optim.grow_basis import GrowBasisState
 from numpyro_sgp.sites import AbstractSites, Perturbation, Perturbed
 
 __all__ = ["NaturalGradient", "NaturalGradientState", "num_refused"]
@@ -50,6 +51,8 @@ def num_refused(state: Any) -> Array:
         state: an `SVIState`, or the optimizer state in it.
     """
     optim_state = getattr(state, "optim_state", state)
+    if isinstance(optim_state, GrowBasisState):
+        optim_state = optim_state.inner
     inner = optim_state[1] if isinstance(optim_state, tuple) and len(optim_state) == 2 else optim_state
     if not isinstance(inner, NaturalGradientState | DualAscentState):
         msg = (

@@ -1,0 +1,157 @@
+"""`GrowBasis`: adds inducing inputs from the batches that another optimizer trains with."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any, NamedTuple
+import warnings
+
+import jax
+from jax import Array, lax
+import jax.numpy as jnp
+import numpyro
+from numpyro.optim import _NumPyroOptim
+import optax
+
+from numpyro_sgp.inducing import Candidates, Growing, GrowingInducing, added
+
+__all__ = ["GrowBasis", "GrowBasisState"]
+
+Params = dict[str, Any]
+LossFn = Callable[[Params], tuple[Array, Any]]
+
+
+class GrowBasisState(NamedTuple):
+    """State between steps.
+
+    Attributes:
+        inner: state of the optimizer that trains the parameters.
+        bases: the growing bases by parameter; what training moved them by is in `inner`.
+    """
+
+    inner: Any
+    bases: dict[str, GrowingInducing]
+
+
+class GrowBasis(_NumPyroOptim):
+    """Adds inducing inputs from each batch where it leaves much of the prior variance unexplained, then goes on as is.
+
+    For guides with `growing` inducing inputs. Each update is that of the optimizer given; the same evaluation of the
+    loss chooses the rows of the batch to be added, greedily by residual prior variance, at a cost of K·M·B for K rows.
+    A new inducing input leaves q(f) as it was: sites, coefficients and whitened means start at zero there. Arrays have
+    the size of the capacity from the start, so nothing is compiled again; a basis that is full gives a warning, once,
+    and training goes on with it. How many there are is in the parameters: `params["f_auto_inducing"].num_active`.
+
+    Args:
+        optim: optimizer of the parameters: one of this package's, of NumPyro's, or an optax transformation.
+        num_new: at most so many are added to each basis in an update.
+        tolerance: smallest share of the prior variance, in (0, 1), that must be unexplained at a row to be added.
+
+    Raises:
+        ValueError: a number outside its range; no growing inducing inputs among the parameters (when the state is
+            made).
+        TypeError: `optim` is no optimizer.
+
+    References:
+        Cheng and Boots (2017), "Variational inference for Gaussian process models with linear complexity", algorithm 1,
+        where any rows of a batch are added; by residual prior variance as `greedy_variance`.
+
+    Example:
+        >>> import optax, numpyro_sgp as sgp
+        >>> optim = sgp.GrowBasis(sgp.NaturalGradient(0.1, optax.adam(1e-2)), num_new=8)
+    """
+
+    def __init__(self, optim: Any, *, num_new: int = 8, tolerance: float = 0.01) -> None:
+        if isinstance(optim, optax.GradientTransformation):
+            optim = numpyro.optim.optax_to_numpyro(optim)
+        if not isinstance(optim, _NumPyroOptim):
+            msg = f"`optim` must be an optimizer for `SVI`, got {type(optim).__name__}. For example optax.adam(1e-2)."
+            raise TypeError(msg)
+        if isinstance(num_new, bool) or not isinstance(num_new, int) or num_new < 1:
+            msg = f"`num_new` must be a positive integer, got {num_new!r}. The default is 8."
+            raise ValueError(msg)
+        if isinstance(tolerance, bool) or not isinstance(tolerance, float | int) or not 0.0 < tolerance < 1.0:
+            msg = f"`tolerance` must lie in (0, 1), got {tolerance!r}. It is a share of the prior variance."
+            raise ValueError(msg)
+        self.optim = optim
+        self.num_new = num_new
+        self.tolerance = float(tolerance)
+
+    def init(self, params: Params) -> GrowBasisState:
+        """The state before the first step; raises where no parameter is a growing basis."""
+        bases = {name: value for name, value in params.items() if isinstance(value, GrowingInducing)}
+        if not bases:
+            msg = (
+                f"`GrowBasis` found no growing inducing inputs among the parameters {sorted(params)}. Give the guide "
+                "`inducing=functools.partial(numpyro_sgp.growing, capacity=256)`, or leave out `GrowBasis`."
+            )
+            raise ValueError(msg)
+        offsets = {name: basis.offset for name, basis in bases.items()}
+        return GrowBasisState(self.optim.init({**params, **offsets}), bases)
+
+    def get_params(self, state: GrowBasisState) -> Params:
+        """The current parameters."""
+        params = self.optim.get_params(state.inner)
+        return {**params, **{name: _moved(basis, params[name]) for name, basis in state.bases.items()}}
+
+    def update(self, g: Any, state: Any, value: Any = None) -> Any:
+        """Refused: gradients with respect to parameters say nothing of the rows of a batch."""
+        del g, state, value
+        msg = "`GrowBasis` evaluates the loss itself. Call `eval_and_update`, as `SVI.update` and `SVI.run` do."
+        raise TypeError(msg)
+
+    def eval_and_update(
+        self, fn: LossFn, state: GrowBasisState, forward_mode_differentiation: bool = False
+    ) -> tuple[tuple[Array, Any], GrowBasisState]:
+        """One update of the optimizer, and the rows of its batch that are added to the bases."""
+        return self._step(self.optim.eval_and_update, fn, state, forward_mode_differentiation)
+
+    def eval_and_stable_update(
+        self, fn: LossFn, state: GrowBasisState, forward_mode_differentiation: bool = False
+    ) -> tuple[tuple[Array, Any], GrowBasisState]:
+        """As `eval_and_update`, with the optimizer's stable update."""
+        return self._step(self.optim.eval_and_stable_update, fn, state, forward_mode_differentiation)
+
+    def _step(
+        self, evaluate: Callable, fn: LossFn, state: GrowBasisState, forward_mode_differentiation: bool
+    ) -> tuple[tuple[Array, Any], GrowBasisState]:
+        bases = state.bases
+
+        def growing_fn(params: Params) -> tuple[Array, tuple[Any, dict[str, Candidates]]]:
+            def at(zero: dict[str, Candidates]) -> tuple[Array, Any]:
+                asking = {
+                    name: Growing(_moved(basis, params[name]), zero[name], self.num_new, self.tolerance)
+                    for name, basis in bases.items()
+                }
+                return fn({**params, **asking})
+
+            zero = {name: Candidates.zeros(basis) for name, basis in bases.items()}
+            loss, pull, aux = jax.vjp(at, zero, has_aux=True)
+            return loss, (aux, lax.stop_gradient(pull(jnp.ones_like(loss))[0]))
+
+        (loss, (aux, candidates)), inner = evaluate(growing_fn, state.inner, forward_mode_differentiation)
+        grown = {}
+        for name, basis in bases.items():
+            grown[name] = added(basis, candidates[name], self.num_new)
+            _say_when_full(name, basis, grown[name])
+        return (loss, aux), GrowBasisState(inner, grown)
+
+
+def _moved(basis: GrowingInducing, offset: Array) -> GrowingInducing:
+    return dataclasses.replace(basis, offset=offset)
+
+
+def _say_when_full(name: str, before: GrowingInducing, after: GrowingInducing) -> None:
+    capacity = after.num_inducing
+
+    def say() -> None:
+        def warn() -> None:
+            warnings.warn(
+                f"The growing basis {name!r} is full: all of its {capacity} inducing inputs are there, and training "
+                "goes on with these. If the bound still gains by more of them, give it a larger `capacity`.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+        jax.debug.callback(warn)
+
+    lax.cond((before.num_active < capacity) & (after.num_active == capacity), say, lambda: None)
