@@ -6,6 +6,7 @@ The model says what is believed, the guide how it is approximated.
 from importlib.metadata import PackageNotFoundError, version
 
 from numpyro_sgp import diagnostics as diagnostics
+from numpyro_sgp import features as features
 from numpyro_sgp import kernels as kernels
 from numpyro_sgp.autoguide import AutoSparseGP
 from numpyro_sgp.decoupled import AutoDecoupledGP, Decoupled
@@ -31,12 +32,18 @@ from numpyro_sgp.inducing import (
     suggest_num_inducing,
     trace_error,
 )
-from numpyro_sgp.optim import DualAscent, NaturalGradient, num_refused
+from numpyro_sgp.marginal_losses import (
+    BatchMarginalLikelihood,
+    CompositionalMarginalLikelihood,
+    MinimaxMarginalLikelihood,
+)
+from numpyro_sgp.optim import DescentAscent, DualAscent, NaturalGradient, num_refused
 from numpyro_sgp.predict import FunctionDraws, ProcessPosterior, process_posterior
 from numpyro_sgp.regression import RegressionPosterior, SparseGPRegression
 from numpyro_sgp.reparam import InducingReparam
 from numpyro_sgp.svgp import AutoSVGP, NaturalWhitened, Unwhitened, Whitened
 from numpyro_sgp.tsvgp import AutoTSVGP, Dual
+from numpyro_sgp.weightspace import AutoWeightSpaceGP, WeightSpace
 
 try:
     __version__ = version("numpyro-sgp")
@@ -49,9 +56,13 @@ __all__ = [
     "AutoSVGP",
     "AutoSparseGP",
     "AutoTSVGP",
+    "AutoWeightSpaceGP",
+    "BatchMarginalLikelihood",
     "BoundedInducingPoints",
     "Checkpoint",
+    "CompositionalMarginalLikelihood",
     "Decoupled",
+    "DescentAscent",
     "Dual",
     "DualAscent",
     "EarlyStopping",
@@ -60,6 +71,7 @@ __all__ = [
     "GaussianProcess",
     "InducingPoints",
     "InducingReparam",
+    "MinimaxMarginalLikelihood",
     "MultiscaleInducing",
     "NaturalGradient",
     "NaturalWhitened",
@@ -69,8 +81,10 @@ __all__ = [
     "SparseGPRegression",
     "SparsePosterior",
     "Unwhitened",
+    "WeightSpace",
     "Whitened",
     "diagnostics",
+    "features",
     "fit",
     "greedy_variance",
     "kernels",

@@ -1,6 +1,15 @@
 """Optimizers for `numpyro.infer.SVI`, one in each module."""
 
+from numpyro_sgp.optim.descent_ascent import DescentAscent, DescentAscentState
 from numpyro_sgp.optim.dual_ascent import DualAscent, DualAscentState
 from numpyro_sgp.optim.natural_gradient import NaturalGradient, NaturalGradientState, num_refused
 
-__all__ = ["DualAscent", "DualAscentState", "NaturalGradient", "NaturalGradientState", "num_refused"]
+__all__ = [
+    "DescentAscent",
+    "DescentAscentState",
+    "DualAscent",
+    "DualAscentState",
+    "NaturalGradient",
+    "NaturalGradientState",
+    "num_refused",
+]
