@@ -6,6 +6,7 @@ The model says what is believed, the guide how it is approximated.
 from importlib.metadata import PackageNotFoundError, version
 
 from numpyro_sgp import diagnostics as diagnostics
+from numpyro_sgp import features as features
 from numpyro_sgp import kernels as kernels
 from numpyro_sgp.autoguide import AutoSparseGP
 from numpyro_sgp.decoupled import AutoDecoupledGP, Decoupled
@@ -34,12 +35,18 @@ from numpyro_sgp.inducing import (
     suggest_num_inducing,
     trace_error,
 )
-from numpyro_sgp.optim import DualAscent, GrowBasis, NaturalGradient, num_refused
+from numpyro_sgp.marginal_losses import (
+    BatchMarginalLikelihood,
+    CompositionalMarginalLikelihood,
+    MinimaxMarginalLikelihood,
+)
+from numpyro_sgp.optim import DescentAscent, DualAscent, GrowBasis, NaturalGradient, num_refused
 from numpyro_sgp.predict import FunctionDraws, ProcessPosterior, process_posterior
 from numpyro_sgp.regression import RegressionPosterior, SparseGPRegression
 from numpyro_sgp.reparam import InducingReparam
 from numpyro_sgp.svgp import AutoSVGP, NaturalWhitened, Unwhitened, Whitened
 from numpyro_sgp.tsvgp import AutoTSVGP, Dual
+from numpyro_sgp.weightspace import AutoWeightSpaceGP, WeightSpace
 
 try:
     __version__ = version("numpyro-sgp")
@@ -52,9 +59,13 @@ __all__ = [
     "AutoSVGP",
     "AutoSparseGP",
     "AutoTSVGP",
+    "AutoWeightSpaceGP",
+    "BatchMarginalLikelihood",
     "BoundedInducingPoints",
     "Checkpoint",
+    "CompositionalMarginalLikelihood",
     "Decoupled",
+    "DescentAscent",
     "Dual",
     "DualAscent",
     "EarlyStopping",
@@ -65,6 +76,7 @@ __all__ = [
     "GrowingInducing",
     "InducingPoints",
     "InducingReparam",
+    "MinimaxMarginalLikelihood",
     "MultiscaleInducing",
     "NaturalGradient",
     "NaturalWhitened",
@@ -74,8 +86,10 @@ __all__ = [
     "SparseGPRegression",
     "SparsePosterior",
     "Unwhitened",
+    "WeightSpace",
     "Whitened",
     "diagnostics",
+    "features",
     "fit",
     "greedy_variance",
     "growing",

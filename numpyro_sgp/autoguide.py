@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax import Array
@@ -20,7 +20,7 @@ import numpyro
 from numpyro import distributions as dist
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoGuide, AutoNormal
-from numpyro.primitives import Messenger
+from numpyro.primitives import Messenger, mutable
 
 from numpyro_sgp.coefficients import Ascending
 from numpyro_sgp.conditionals import Moments
@@ -34,7 +34,13 @@ Inducing = ArrayLike | AbstractInducing | Callable[[Callable, Array, Array], Arr
 
 
 class AbstractPosteriorFamily(ABC):
-    """A parametrisation of q(u): declares its parameters and returns the moments at the inputs of a prior."""
+    """A parametrisation of q(u): declares its parameters and returns the moments at the inputs of a prior.
+
+    Attributes:
+        over_weights: whether u are the weights of a kernel of finite rank, and not those of inducing variables.
+    """
+
+    over_weights = False
 
     @abstractmethod
     def moments(
@@ -43,7 +49,8 @@ class AbstractPosteriorFamily(ABC):
         """Moments of q(f(X)).
 
         Args:
-            param: `param(symbol, init)` declares a parameter of this site and returns its value.
+            param: `param(symbol, init)` declares a parameter of this site and returns its value, and
+                `param.state(symbol, init)` mutable state, a dict of arrays that a loss keeps.
             prior: the prior at the inputs where the posterior is wanted.
             batch_shape: one latent for each entry.
         """
@@ -267,6 +274,33 @@ def refuse_growing(inducing: AbstractInducing, form: str) -> None:
         raise ValueError(msg)  # noqa: TRY004 - the right type for another guide
 
 
+class SiteParameters:
+    """What a family declares the parameters of one site with, and its mutable state."""
+
+    def __init__(self, site: str, prefix: str, predicting: bool) -> None:
+        self.site, self.prefix, self.predicting = site, prefix, predicting
+        self.growing: list[Growing] = []
+
+    def __call__(self, symbol: str, init: Any) -> Any:
+        value = _param(f"{self.site}_{self.prefix}_{symbol}", init, self.predicting)
+        if not isinstance(value, Growing):
+            return value
+        self.growing.append(value)
+        return value.basis
+
+    def state(self, symbol: str, init: dict[str, Array]) -> dict[str, Array]:
+        """Mutable state; a prediction must be given it, as it must be given parameters."""
+        name = f"{self.site}_{self.prefix}_{symbol}"
+        value: Any = mutable(name, cast(Any, None if self.predicting else init))
+        if value is None:
+            msg = (
+                f"The state {name!r} has no value to predict with. Pass it with the fitted parameters: "
+                "`{**result.params, **result.state.mutable_state}` of `SVI.run`."
+            )
+            raise ValueError(msg)
+        return value
+
+
 def _check_tracked(base_trace: dict[str, dict], trace: dict[str, dict]) -> None:
     """Raise if an optimizer tracks what depends on hyperparameters, and these are drawn anew in each step."""
     params = [site["value"] for site in trace.values() if site["type"] == "param"]
@@ -361,19 +395,11 @@ class AbstractAutoSparseGP(AutoGuide):
         self, base_trace: dict[str, dict], predicting: bool, args: tuple, kwargs: dict
     ) -> tuple[dict[str, dict], dict[str, SparsePosterior]]:
         def posterior(site: str, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
-            asking: list[Growing] = []
-
-            def param(symbol: str, init: Any) -> Any:
-                value = _param(f"{site}_{self.prefix}_{symbol}", init, predicting)
-                if not isinstance(value, Growing):
-                    return value
-                asking.append(value)
-                return value.basis
-
             try:
+                param = SiteParameters(site, self.prefix, predicting)
                 moments = self.family(site).moments(param, prior, batch_shape)
-                if asking:
-                    moments = _asked(asking, moments, prior)
+                if param.growing:
+                    moments = _asked(param.growing, moments, prior)
             except (TypeError, ValueError) as error:
                 error.add_note(f"This was at the GP site {site!r}.")
                 raise

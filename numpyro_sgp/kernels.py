@@ -274,6 +274,41 @@ class Stationary(Kernel):
             r2: squared scaled distances, (..., N, M).
         """
 
+    def frequencies(
+        self, rng_key: Array, num: int, D: int, batch_shape: tuple[int, ...], dtype: jax.typing.DTypeLike
+    ) -> Array:
+        """Draws ω with g(r²) = E cos(ωᵀ(x − z)) at lengthscale one, (*batch_shape, num, D).
+
+        Args:
+            rng_key: a key.
+            num: how many.
+            D: number of input columns.
+            batch_shape: of the kernels, or of what they broadcast to.
+            dtype: of the draws.
+
+        Raises:
+            TypeError: a kernel that does not say.
+        """
+        del rng_key, num, D, batch_shape, dtype
+        raise TypeError(_no_spectrum(self, "frequencies"))
+
+    def spectral_density(self, omega: Array) -> Array:
+        """S(ω) = ∫ k(x, 0) exp(−iωᵀx) dx, (..., K) for frequencies (..., K, D).
+
+        Args:
+            omega: angular frequencies, in units of 1/X.
+
+        Raises:
+            TypeError: a kernel that does not say.
+        """
+        del omega
+        raise TypeError(_no_spectrum(self, "spectral_density"))
+
+    @property
+    def draws_frequencies(self) -> bool:
+        """Whether the kernel has `frequencies`."""
+        return type(self).frequencies is not Stationary.frequencies
+
     def _diagonal(self, X: Array) -> Array:
         _check_columns("lengthscale", self.lengthscale, X)
         r2 = _zero_distance(X, self.lengthscale)
@@ -283,6 +318,41 @@ class Stationary(Kernel):
         _check_columns("lengthscale", self.lengthscale, X)
         r2 = _scaled_squared_distance(X, Z, _expand(self.lengthscale, -2))
         return _multiply(_expand(self.variance, -2, -1), self.correlation(r2))
+
+
+def _no_spectrum(kernel: Stationary, method: str) -> str:
+    return (
+        f"{type(kernel).__name__} has no `{method}`. Use `SquaredExponential` or a Matérn kernel, or give your class "
+        "that method of `numpyro_sgp.kernels.Stationary`."
+    )
+
+
+def _scaled_density(kernel: Stationary, omega: Array, density: Callable[[Array, int], Array]) -> Array:
+    """σ_f² Π_d ℓ_d times the density at Σ_d ℓ_d² ω_d² of the kernel with σ_f = ℓ = 1."""
+    _check_columns("lengthscale", kernel.lengthscale, omega)
+    D, lengthscale = omega.shape[-1], jnp.asarray(kernel.lengthscale)
+    scaled = _multiply(omega, _expand(kernel.lengthscale, -2))
+    volume = jnp.prod(jnp.broadcast_to(lengthscale, (*lengthscale.shape[:-1], D)), axis=-1)
+    scale = _multiply(kernel.variance, volume)
+    return _multiply(_expand(scale, -1), density(jnp.sum(scaled * scaled, axis=-1), D))
+
+
+def _matern_frequencies(
+    rng_key: Array, degrees: int, num: int, D: int, batch_shape: tuple[int, ...], dtype: jax.typing.DTypeLike
+) -> Array:
+    # The spectral density of a Matérn kernel is a multivariate Student-t with 2ν degrees of freedom.
+    normal = jax.random.normal(rng_key, (*batch_shape, num, D + degrees), dtype)
+    chi2 = jnp.sum(jnp.square(normal[..., D:]), axis=-1, keepdims=True)
+    return normal[..., :D] * jnp.sqrt(degrees / chi2)
+
+
+def _matern_density(kernel: Stationary, omega: Array, degrees: float) -> Array:
+    def density(q: Array, D: int) -> Array:
+        nu = 0.5 * degrees
+        constant = (4.0 * math.pi) ** (0.5 * D) * math.gamma(nu + 0.5 * D) / math.gamma(nu) * degrees**nu
+        return constant * (degrees + q) ** (-nu - 0.5 * D)
+
+    return _scaled_density(kernel, omega, density)
 
 
 def _zero_distance(X: Array, *columns: ArrayLike) -> Array:
@@ -319,6 +389,17 @@ class SquaredExponential(Stationary):
     def correlation(self, r2: Array) -> Array:
         return jnp.exp(-0.5 * r2)
 
+    def frequencies(
+        self, rng_key: Array, num: int, D: int, batch_shape: tuple[int, ...], dtype: jax.typing.DTypeLike
+    ) -> Array:
+        return jax.random.normal(rng_key, (*batch_shape, num, D), dtype)
+
+    def spectral_density(self, omega: Array) -> Array:
+        def density(q: Array, D: int) -> Array:
+            return (2.0 * math.pi) ** (0.5 * D) * jnp.exp(-0.5 * q)
+
+        return _scaled_density(self, omega, density)
+
 
 @final
 @jax.tree_util.register_dataclass
@@ -341,6 +422,14 @@ class Matern12(Stationary):
     def correlation(self, r2: Array) -> Array:
         return _profile(_exponential, 1.0, r2)
 
+    def frequencies(
+        self, rng_key: Array, num: int, D: int, batch_shape: tuple[int, ...], dtype: jax.typing.DTypeLike
+    ) -> Array:
+        return _matern_frequencies(rng_key, 1, num, D, batch_shape, dtype)
+
+    def spectral_density(self, omega: Array) -> Array:
+        return _matern_density(self, omega, 1.0)
+
 
 @final
 @jax.tree_util.register_dataclass
@@ -361,6 +450,14 @@ class Matern32(Stationary):
     def correlation(self, r2: Array) -> Array:
         return _profile(_exponential_linear, 3.0, r2)
 
+    def frequencies(
+        self, rng_key: Array, num: int, D: int, batch_shape: tuple[int, ...], dtype: jax.typing.DTypeLike
+    ) -> Array:
+        return _matern_frequencies(rng_key, 3, num, D, batch_shape, dtype)
+
+    def spectral_density(self, omega: Array) -> Array:
+        return _matern_density(self, omega, 3.0)
+
 
 @final
 @jax.tree_util.register_dataclass
@@ -380,6 +477,14 @@ class Matern52(Stationary):
 
     def correlation(self, r2: Array) -> Array:
         return _profile(_exponential_quadratic, 5.0, r2)
+
+    def frequencies(
+        self, rng_key: Array, num: int, D: int, batch_shape: tuple[int, ...], dtype: jax.typing.DTypeLike
+    ) -> Array:
+        return _matern_frequencies(rng_key, 5, num, D, batch_shape, dtype)
+
+    def spectral_density(self, omega: Array) -> Array:
+        return _matern_density(self, omega, 5.0)
 
 
 @final
@@ -404,6 +509,16 @@ class RationalQuadratic(Stationary):
         alpha, r2 = _aligned(_expand(self.alpha, -2, -1), r2)
         # log1p, because 1 + r²/2α rounds to 1 for large α.
         return jnp.exp(-alpha * jnp.log1p(0.5 * r2 / alpha))
+
+    def frequencies(
+        self, rng_key: Array, num: int, D: int, batch_shape: tuple[int, ...], dtype: jax.typing.DTypeLike
+    ) -> Array:
+        # (1 + r²/2α)^(−α) = E exp(−τr²/2) with τ ~ Gamma(α, rate α): a scale mixture of squared exponentials.
+        key_normal, key_scale = jax.random.split(rng_key)
+        shape = (*jnp.broadcast_shapes(batch_shape, jnp.shape(self.alpha)), num)
+        alpha = jnp.broadcast_to(jnp.expand_dims(jnp.asarray(self.alpha), -1), shape).astype(dtype)
+        tau = jax.random.gamma(key_scale, alpha) / alpha
+        return jax.random.normal(key_normal, (*shape, D), dtype) * jnp.sqrt(tau)[..., None]
 
 
 @final
@@ -614,6 +729,24 @@ class Product(Kernel):
         return _multiply(self.left(X, Z), self.right(X, Z))
 
 
+def map_rows(fn: Callable, X: Array) -> Array:
+    """A user's function of inputs (N, D) at inputs (..., N, D), checked to return one row for each row."""
+    at_rows = fn
+    for _ in X.shape[:-2]:
+        at_rows = jax.vmap(at_rows)
+    features = at_rows(X)
+    shape = getattr(features, "shape", None)
+    if shape is None or len(shape) < X.ndim or shape[-2] != X.shape[-2]:
+        got = f"a {type(features).__name__}" if shape is None else f"shape {shape}"
+        msg = (
+            f"`fn` must map inputs (N, D) to features (N, D'), but for inputs of shape {X.shape} it gave {got}. "
+            "Return one row for each row of the inputs: jax.vmap(fn) if `fn` takes one row, fn(X)[:, None] if it "
+            "returns one number a row."
+        )
+        raise ValueError(msg)
+    return features
+
+
 @final
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -655,20 +788,7 @@ class Warp(Kernel):
         return self.kernel(features, features if Z is X else self._features(Z))
 
     def _features(self, X: Array) -> Array:
-        fn = self.fn
-        for _ in X.shape[:-2]:
-            fn = jax.vmap(fn)
-        features = fn(X)
-        shape = getattr(features, "shape", None)
-        if shape is None or len(shape) < X.ndim or shape[-2] != X.shape[-2]:
-            got = f"a {type(features).__name__}" if shape is None else f"shape {shape}"
-            msg = (
-                f"`fn` must map inputs (N, D) to features (N, D'), but for inputs of shape {X.shape} it gave {got}. "
-                "Return one row for each row of the inputs: jax.vmap(fn) if `fn` takes one row, fn(X)[:, None] if it "
-                "returns one number a row."
-            )
-            raise ValueError(msg)
-        return features
+        return map_rows(self.fn, X)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""Collapsed bounds: the evidence of GP regression through inducing variables, with the optimal q(u) put in.
+"""The evidence of GP regression: collapsed bounds through inducing variables, and objectives of kernels with features.
+
+Collapsed bounds have the optimal q(u) put in.
 
 With Kuu = L Lᵀ, A = L⁻¹Kuf, noise variances σ_n² and w_n = 1/σ_n²: B = I + A diag(w) Aᵀ = L_B L_Bᵀ, and the optimum is
 q(v) = N(B⁻¹ A diag(w) y, B⁻¹) with u = L v.
@@ -11,6 +13,7 @@ from typing import NamedTuple
 import jax
 from jax import Array
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from numpyro_sgp.linalg import (
     cholesky,
@@ -23,7 +26,18 @@ from numpyro_sgp.linalg import (
     triangular_inverse,
 )
 
-__all__ = ["BOUNDS", "Collapsed", "collapsed", "collapsed_bound"]
+__all__ = [
+    "BOUNDS",
+    "Collapsed",
+    "batch_matrix",
+    "collapsed",
+    "collapsed_bound",
+    "dense_log_evidence",
+    "evidence_bound",
+    "evidence_given",
+    "log_evidence",
+    "minimax_objective",
+]
 
 BOUNDS = ("titsias", "dtc", "fitc")
 
@@ -164,3 +178,143 @@ def _collapsed_bound_jvp(bound: str, primals: tuple[Array, ...], tangents: tuple
     derivative = jnp.sum(by_Kuu * dKuu, axis=(-2, -1)) + jnp.sum(by_Kuf * dKuf, axis=(-2, -1))
     derivative = derivative + jnp.sum(by_kff * dkff + by_residual * dresidual + by_noise * dnoise, axis=-1)
     return q.value, jnp.broadcast_to(derivative, q.value.shape)
+
+
+# Kernels of finite rank, f = Aᵀw with w ~ N(0, I), A (r, N), one noise variance: minus the log evidence is
+#
+#     min_w ½ [ |y − Aᵀw|²/σ² + |w|² + log|F| + (N − r) log σ² + N log 2π ],   F = A Aᵀ + σ²I,
+#
+# a sum over the data but for log|F|. For any positive definite matrix F̃, log|F| ≤ tr(F̃⁻¹F) + log|F̃| − r: linear in F.
+
+
+def log_evidence(A: Array, residual: Array, noise: Array) -> Array:
+    """Log N(y | 0, AᵀA + σ²I), (...), by the smaller of two factorisations.
+
+    Args:
+        A: features of independent weights with variance one, (..., r, N).
+        residual: observations less the prior mean, (..., N).
+        noise: noise variance σ², (...).
+    """
+    r, N = A.shape[-2:]
+    A_t = jnp.swapaxes(A, -1, -2)
+    if r >= N:
+        L = cholesky(matmul(A_t, A) + noise[..., None, None] * jnp.eye(N, dtype=A.dtype))
+        c = solve_lower(L, residual[..., None])[..., 0]
+        return -0.5 * (jnp.sum(c * c, axis=-1) + log_determinant(L) + N * math.log(2.0 * math.pi))
+    L = cholesky(batch_matrix(A, noise, 1.0))
+    w = solve_lower_transposed(L, solve_lower(L, matvec(A, residual)[..., None]))[..., 0]
+    return -evidence_given(w, A, residual, noise, 1.0) - 0.5 * log_determinant(L)
+
+
+def dense_log_evidence(K: Array, residual: Array, noise: Array) -> Array:
+    """Log N(y | 0, K + σ²I), (...).
+
+    Args:
+        K: prior covariance, (..., N, N).
+        residual: observations less the prior mean, (..., N).
+        noise: noise variance σ², (...).
+    """
+    N = K.shape[-1]
+    L = cholesky(K + noise[..., None, None] * jnp.eye(N, dtype=K.dtype))
+    c = solve_lower(L, residual[..., None])[..., 0]
+    return -0.5 * (jnp.sum(c * c, axis=-1) + log_determinant(L) + N * math.log(2.0 * math.pi))
+
+
+def batch_matrix(A: Array, noise: Array, scale: ArrayLike) -> Array:
+    """F of all data estimated from a batch, (N/B) A Aᵀ + σ²I, (..., r, r).
+
+    Args:
+        A: features of the batch, (..., r, B).
+        noise: σ², (...).
+        scale: N/B.
+    """
+    identity, scale = jnp.eye(A.shape[-2], dtype=A.dtype), jnp.asarray(scale, A.dtype)
+    return scale * matmul(A, jnp.swapaxes(A, -1, -2)) + noise[..., None, None] * identity
+
+
+def evidence_given(w: Array, A: Array, residual: Array, noise: Array, scale: ArrayLike) -> Array:
+    """½ [(N/B) |y − Aᵀw|²/σ² + |w|² + (N − r) log σ² + N log 2π]: minus the log evidence but for ½ log|F|.
+
+    Args:
+        w: weights, (..., r).
+        A: features of the batch, (..., r, B).
+        residual: observations less the prior mean, (..., B).
+        noise: σ², (...).
+        scale: N/B.
+    """
+    misfit = residual - matvec_transposed(A, w)
+    scale = jnp.asarray(scale, A.dtype)
+    N = scale * A.shape[-1]
+    quadratic = scale * jnp.sum(misfit * misfit, axis=-1) / noise + jnp.sum(w * w, axis=-1)
+    return 0.5 * (quadratic + (N - A.shape[-2]) * jnp.log(noise) + N * math.log(2.0 * math.pi))
+
+
+def evidence_bound(w: Array, F: Array, A: Array, residual: Array, noise: Array, scale: ArrayLike) -> Array:
+    """An upper bound of minus the log evidence, estimated from a batch without bias, (...).
+
+    `evidence_given` + ½ [tr(F̃⁻¹F) + log|F̃| − r] for any weights w and matrix F̃, equal to minus the bound of
+    q(w) = N(w, σ²F̃⁻¹); tight at F̃ = F and the best w. Its gradient with F̃ held fixed is that of stochastic
+    compositional gradient descent.
+
+    Args:
+        w: weights, (..., r).
+        F: F̃, positive definite, (..., r, r).
+        A: features of the batch, (..., r, B).
+        residual: observations less the prior mean, (..., B).
+        noise: σ², (...).
+        scale: N/B.
+
+    References:
+        Shoham and Avron (2025), "Unbiased stochastic optimization for Gaussian processes on finite dimensional RKHS",
+        section 3.2, with the constants that make it a bound.
+    """
+    L = cholesky(F)
+    whitened = solve_lower(L, A)
+    inverse = triangular_inverse(L)
+    size = jnp.asarray(scale, A.dtype) * jnp.sum(whitened * whitened, axis=(-2, -1))
+    trace = size + noise * jnp.sum(inverse * inverse, axis=(-2, -1))
+    return evidence_given(w, A, residual, noise, scale) + 0.5 * (trace + log_determinant(L) - A.shape[-2])
+
+
+def minimax_objective(
+    w: Array,
+    P: Array,
+    B: Array,
+    A: Array,
+    residual: Array,
+    noise: Array,
+    scale: ArrayLike,
+    penalty: ArrayLike,
+    form: str = "whitened",
+) -> Array:
+    """½ [g + log|Ã| + μ⟨B, D⟩] with Ã = σ²P in the place of F: to be minimised over (θ, w, P), maximised over |B| ≤ 1.
+
+    D = I − L⁻¹F L⁻ᵀ with Ã = L Lᵀ ("whitened"), whose solution is that of the evidence as soon as μ ≥ √r; or
+    D = (Ã − F)/|Ã| ("printed"), which needs μ ≥ |F| |F⁻¹| ≥ r. Linear in F, and so without bias on batches.
+
+    Args:
+        w: weights, (..., r).
+        P: Ã/σ² ⪰ I, (..., r, r).
+        B: the maximising player, symmetric with a Frobenius norm of at most one, (..., r, r).
+        A: features of the batch, (..., r, B).
+        residual: observations less the prior mean, (..., B).
+        noise: σ², (...).
+        scale: N/B.
+        penalty: μ.
+        form: "whitened" or "printed".
+
+    References:
+        Shoham and Avron (2025), section 3.1, equation 3.2, for the printed form.
+    """
+    r = A.shape[-2]
+    L = cholesky(P)
+    log_matrix = r * jnp.log(noise) + log_determinant(L)
+    if form == "whitened":
+        half = solve_lower(L, batch_matrix(A, noise, scale) / noise[..., None, None])
+        D = jnp.eye(r, dtype=A.dtype) - solve_lower(L, jnp.swapaxes(half, -1, -2))
+        difference = jnp.sum(B * D, axis=(-2, -1))
+    else:
+        matrix = noise[..., None, None] * P
+        size = jnp.sqrt(jnp.sum(matrix * matrix, axis=(-2, -1)))
+        difference = jnp.sum(B * (matrix - batch_matrix(A, noise, scale)), axis=(-2, -1)) / size
+    return evidence_given(w, A, residual, noise, scale) + 0.5 * (log_matrix + penalty * difference)

@@ -16,9 +16,8 @@ References:
     posteriors", section 3; Rahimi and Recht (2007), "Random features for large-scale kernel machines", algorithm 1.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
-import itertools
 import math
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -31,23 +30,10 @@ from jax.typing import ArrayLike
 from numpyro_sgp.conditionals import Moments, Projection, coefficient_units, mean_at, project_orthogonal
 from numpyro_sgp.conditionals.moments import moments
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
+from numpyro_sgp.expansion import frequencies, phases, scale_of, split, term_features, terms, width_of
+from numpyro_sgp.features import WeightVariables, as_finite_rank
+from numpyro_sgp.finite_rank import has_correlated_weights
 from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, GrowingInducing, InducingPoints, check_width
-from numpyro_sgp.kernels import (
-    Constant,
-    Linear,
-    Matern12,
-    Matern32,
-    Matern52,
-    Periodic,
-    Polynomial,
-    Product,
-    RationalQuadratic,
-    Select,
-    SquaredExponential,
-    Stationary,
-    Sum,
-    Warp,
-)
 from numpyro_sgp.linalg import (
     cholesky,
     diagonal,
@@ -196,17 +182,25 @@ class ProcessPosterior:
         return SparsePosterior(prior, q, self.batch_shape)
 
 
-def _reader(params: Mapping[str, Any], site: str, prefix: str, seen: dict[str, Any]) -> Callable[[str, Any], Any]:
-    def read(symbol: str, init: Any) -> Any:
+class _Reader:
+    """Gives a family the fitted values of one site, and remembers which it asked for."""
+
+    def __init__(self, params: Mapping[str, Any], site: str, prefix: str) -> None:
+        self.params, self.site, self.prefix = params, site, prefix
+        self.seen: dict[str, Any] = {}
+        self.replace: Callable[[str, Any], Any] | None = None
+
+    def __call__(self, symbol: str, init: Any) -> Any:
         del init
-        name = f"{site}_{prefix}_{symbol}"
-        if name not in params:
+        name = f"{self.site}_{self.prefix}_{symbol}"
+        if name not in self.params:
             msg = f"The parameter {name!r} is missing. Pass all fitted parameters, `result.params` of `SVI.run`."
             raise ValueError(msg)
-        seen[symbol] = params[name]
-        return params[name]
+        self.seen[symbol] = self.params[name]
+        value = self.params[name]
+        return value if self.replace is None else self.replace(symbol, value)
 
-    return read
+    state = __call__
 
 
 def process_of(guide: Guide, params: Mapping[str, Any], site: str, q: SparsePosterior) -> ProcessPosterior:
@@ -222,22 +216,26 @@ def process_of(guide: Guide, params: Mapping[str, Any], site: str, q: SparsePost
         UnknownFamilyError: a posterior family that is not described by inducing variables, or by one site a row.
     """
     kernel, jitter = q.prior.kernel, q.prior.relative_jitter
-    family, seen = guide.family(site), {}
-    read = _reader(params, site, guide.prefix, seen)
+    family, read = guide.family(site), _Reader(params, site, guide.prefix)
     inducing = params.get(f"{site}_{guide.prefix}_inducing")
     gamma = params.get(f"{site}_{guide.prefix}_mean_inducing")
     coefficients = params.get(f"{site}_{guide.prefix}_a")
-    basis = _Basis.of(inducing, None if coefficients is not None else gamma, kernel, jitter)
+    if family.over_weights:
+        basis = _Basis.of_weights(kernel, q.prior.X)
+    else:
+        basis = _Basis.of(inducing, None if coefficients is not None else gamma, kernel, jitter)
     M = 1 if basis is None else basis.inducing.num_inducing
-    at_variables = GaussianProcess(kernel, jnp.zeros((M, q.prior.X.shape[-1]), q.prior.X.dtype), jitter=jitter)
+    at_kernel = _WhitenedWeights(kernel, basis.L) if family.over_weights and basis is not None else kernel
+    at_variables = GaussianProcess(at_kernel, jnp.zeros((M, q.prior.X.shape[-1]), q.prior.X.dtype), jitter=jitter)
 
-    def variables(symbol: str, init: Any) -> Any:
-        value = read(symbol, init)
+    def replace(symbol: str, value: Any) -> Any:
         if basis is None or not isinstance(value, AbstractInducing):
             return value
         return _WithVariables(value, at_variables, basis.covariance(symbol, value, kernel))
 
-    found: Moments = family.moments(variables, at_variables, q.batch_shape)
+    read.replace = replace
+    found: Moments = family.moments(read, at_variables, q.batch_shape)
+    seen = read.seen
     shared = {"kernel": kernel, "mean_function": q.prior.mean_function, "kl": q.kl, "jitter": jitter}
     if set(seen) == {"sites"} and isinstance(seen["sites"], DatumSites):
         return _dense(seen["sites"], q.batch_shape, shared)
@@ -293,6 +291,13 @@ class _Basis(NamedTuple):
         upper = jnp.concatenate([L, jnp.zeros_like(jnp.swapaxes(lower, -1, -2))], axis=-1)
         return cls(joint, jnp.concatenate([upper, jnp.concatenate([lower, L_vv], axis=-1)], axis=-2), L.shape[-1])
 
+    @classmethod
+    def of_weights(cls, kernel: Callable, X: Array) -> "_Basis":
+        finite = as_finite_rank(kernel)
+        rank = jax.eval_shape(finite.features, X).shape[-1]
+        variables = WeightVariables(rank, X.shape[-1])
+        return cls(variables, cholesky(variables.Kuu(kernel).astype(X.dtype)), rank)
+
     def covariance(self, symbol: str, inducing: AbstractInducing, kernel: Callable) -> Array:
         """Covariance of one basis, by the symbol of its parameter, with the whitened variables."""
         if symbol == "inducing":
@@ -314,6 +319,28 @@ def _joined(beta: Any, gamma: Any) -> AbstractInducing:
     if not any(isinstance(one, GrowingInducing) for one in (beta, gamma)):
         return InducingPoints(Z)
     return GrowingInducing(Z, jnp.zeros_like(Z), jnp.concatenate(active), 0)
+
+
+class _WhitenedWeights:
+    """A kernel whose process, at as many inputs as it has weights w, is v = L_Sᵀw: the posterior there is q(v)."""
+
+    def __init__(self, kernel: Callable, L: Array) -> None:
+        self.correlated_weights = has_correlated_weights(as_finite_rank(kernel))
+        self.L = L
+
+    def __call__(self, X: Array, Z: Array | None = None) -> Array:
+        batch, M = self.L.shape[:-2], self.L.shape[-1]
+        return (
+            jnp.ones((*batch, M), X.dtype) if Z is None else jnp.broadcast_to(jnp.eye(M, dtype=X.dtype), self.L.shape)
+        )
+
+    def features(self, X: Array, index: Array | None = None) -> Array:
+        del X, index
+        return jnp.swapaxes(self.L, -1, -2)
+
+    def prior_precision(self, index: Array | None = None) -> Array:
+        del index
+        return matmul(self.L, jnp.swapaxes(self.L, -1, -2)) if self.correlated_weights else diagonal(self.L) ** 2
 
 
 def _dense(sites: DatumSites, batch_shape: tuple[int, ...], shared: dict[str, Any]) -> ProcessPosterior:
@@ -374,16 +401,7 @@ def process_posterior(
     return {site: process_of(guide, params, site, q) for site, q in posteriors.items()}
 
 
-# Draws of the prior. A kernel is expanded into a sum of terms, a term is a product of factors, and a factor is either
-# spectral, k(x, z) = σ² E cos(ωᵀ(x − z)), or of finite rank, k(x, z) = φ(x)ᵀφ(z). Products of spectral factors add
-# their phases, since frequencies are symmetric: E cos(p + q) = E cos p · E cos q for independent p and q.
-
-
-class _Factor(NamedTuple):
-    """An elementary kernel and the map from the GP's inputs to its own."""
-
-    kernel: Any
-    inputs: Callable[[Array], Array]
+# Draws of the prior, by the terms that a kernel is expanded into.
 
 
 class _TermDraw(NamedTuple):
@@ -393,138 +411,40 @@ class _TermDraw(NamedTuple):
     weights: Array
 
 
-# 2ν of each Matérn kernel, the degrees of freedom of its spectral density.
-_MATERN_DEGREES = {Matern12: 1.0, Matern32: 3.0, Matern52: 5.0}
-_FINITE = (Constant, Linear, Polynomial)
-_SPECTRAL = (SquaredExponential, Periodic, RationalQuadratic, *_MATERN_DEGREES)
-
-
-def _terms(kernel: Any, inputs: Callable[[Array], Array] = lambda X: X) -> Iterator[tuple[_Factor, ...]]:
-    if isinstance(kernel, Sum):
-        yield from _terms(kernel.left, inputs)
-        yield from _terms(kernel.right, inputs)
-    elif isinstance(kernel, Product):
-        for left, right in itertools.product(_terms(kernel.left, inputs), _terms(kernel.right, inputs)):
-            yield (*left, *right)
-    elif isinstance(kernel, Warp):
-        yield from _terms(kernel.kernel, lambda X: kernel._features(inputs(X)))
-    elif isinstance(kernel, Select):
-        yield from _terms(kernel.kernel, lambda X: kernel._columns(inputs(X)))
-    elif isinstance(kernel, (*_SPECTRAL, *_FINITE)):
-        yield (_Factor(kernel, inputs),)
-    else:
-        known = ", ".join(sorted(k.__name__ for k in (*_SPECTRAL, *_FINITE, Sum, Product, Warp, Select)))
-        msg = (
-            f"Functions drawn from a GP with kernel {type(kernel).__name__} need its spectral density or a finite "
-            f"rank, which are known for {known}. Use one of them, or draw values at the inputs you need with "
-            "`guide.posterior(rng_key, params, ...)[site].sample(key)`."
-        )
-        raise TypeError(msg)
-
-
-def _column(value: ArrayLike, axes: int) -> Array:
-    value = jnp.asarray(value)
-    return value.reshape(value.shape + (1,) * axes) if value.ndim else value
-
-
-def _spectral_inputs(factor: _Factor, X: Array) -> Array:
-    """The inputs in which the factor is a function of differences with lengthscale one, (..., N, D)."""
-    kernel, X = factor.kernel, factor.inputs(X)
-    lengthscale = jnp.expand_dims(jnp.asarray(kernel.lengthscale), -2) if jnp.ndim(kernel.lengthscale) else None
-    scale = kernel.lengthscale if lengthscale is None else lengthscale
-    if isinstance(kernel, Stationary):
-        return X / scale
-    period = jnp.expand_dims(jnp.asarray(kernel.period), -2) if jnp.ndim(kernel.period) else kernel.period
-    theta = 2.0 * math.pi * X / period
-    return jnp.concatenate([jnp.cos(theta) / scale, jnp.sin(theta) / scale], axis=-1)
-
-
-def _frequencies(factor: _Factor, rng_key: Array, num: int, X: Array, batch_shape: tuple[int, ...]) -> Array:
-    """Draws from the spectral density at lengthscale one, (*batch_shape, num, D)."""
-    kernel = factor.kernel
-    key_normal, key_scale = jax.random.split(rng_key)
-    D = jax.eval_shape(lambda X: _spectral_inputs(factor, X), X).shape[-1]
-    normal = jax.random.normal(key_normal, (*batch_shape, num, D), X.dtype)
-    shape = (*batch_shape, num)
-    if isinstance(kernel, RationalQuadratic):
-        # (1 + r²/2α)^(−α) = E exp(−τr²/2) with τ ~ Gamma(α, rate α): a scale mixture of squared exponentials.
-        alpha = jnp.broadcast_to(_column(kernel.alpha, 1), shape).astype(X.dtype)
-        return normal * jnp.sqrt(jax.random.gamma(key_scale, alpha) / alpha)[..., None]
-    degrees = _MATERN_DEGREES.get(type(kernel))
-    if degrees is None:
-        return normal
-    # The spectral density of a Matérn kernel is a multivariate Student-t with 2ν degrees of freedom.
-    chi2 = 2.0 * jax.random.gamma(key_scale, 0.5 * degrees, shape, X.dtype)
-    return normal * jnp.sqrt(degrees / chi2)[..., None]
-
-
-def _finite_features(factor: _Factor, X: Array) -> Array:
-    """φ(X) with k = φφᵀ, (..., N, r)."""
-    kernel, X = factor.kernel, factor.inputs(X)
-    if isinstance(kernel, Constant):
-        return jnp.sqrt(kernel(X))[..., None]
-    scale = jnp.sqrt(jnp.asarray(kernel.variance))
-    linear = X * (jnp.expand_dims(scale, -2) if scale.ndim else scale)
-    if isinstance(kernel, Linear):
-        return linear
-    offset = jnp.sqrt(jnp.asarray(kernel.offset))
-    ones = jnp.ones((*linear.shape[:-1], 1), linear.dtype) * _column(offset, 2)
-    batch = jnp.broadcast_shapes(linear.shape[:-1], ones.shape[:-1])
-    columns = jnp.concatenate([jnp.broadcast_to(x, (*batch, x.shape[-1])) for x in (linear, ones)], axis=-1)
-    features = []
-    for index in itertools.combinations_with_replacement(range(columns.shape[-1]), kernel.degree):
-        # The multinomial theorem: (Σ_d c_d)^p = Σ p! / Π_d n_d! · Π_d c_d^n_d.
-        count = math.factorial(kernel.degree) / math.prod(math.factorial(index.count(d)) for d in set(index))
-        features.append(math.sqrt(count) * jnp.prod(columns[..., list(index)], axis=-1))
-    return jnp.stack(features, axis=-1)
-
-
-def _split(term: tuple[_Factor, ...]) -> tuple[list[_Factor], list[_Factor]]:
-    spectral = [factor for factor in term if isinstance(factor.kernel, _SPECTRAL)]
-    return spectral, [factor for factor in term if not isinstance(factor.kernel, _SPECTRAL)]
-
-
-def _term_features(finite: list[_Factor], X: Array) -> Array:
-    """Products of the finite-rank factors' features, (..., N, r), of rank one where there are none."""
-    product = jnp.ones((X.shape[-2], 1), X.dtype)
-    for factor in finite:
-        features = _finite_features(factor, X)
-        product = product[..., :, None] * features[..., None, :]
-        product = product.reshape(*product.shape[:-2], -1)
-    return product
-
-
 def _draw_prior(
     kernel: Callable, rng_key: Array, num_features: int, X: Array, batch_shape: tuple[int, ...]
 ) -> tuple[_TermDraw, ...]:
     draws = []
-    for number, term in enumerate(_terms(kernel)):
+    for number, term in enumerate(terms(kernel)):
         key_weights, *keys = jax.random.split(jax.random.fold_in(rng_key, number), 1 + len(term))
-        spectral, finite = _split(term)
-        rank = jax.eval_shape(lambda X, finite=finite: _term_features(finite, X), X).shape[-1]
+        spectral, finite = split(term)
+        rank = jax.eval_shape(lambda X, finite=finite: term_features(finite, X), X).shape[-1]
         num = max(num_features // 2, 1)
-        frequencies = tuple(
-            _frequencies(factor, key, num, X, batch_shape) for factor, key in zip(spectral, keys, strict=False)
+        omega = tuple(
+            frequencies(factor.kernel, key, num, width_of(factor, X), batch_shape, X.dtype)
+            for factor, key in zip(spectral, keys, strict=False)
         )
         rows = 2 * num if spectral else 1
         weights = jax.random.normal(key_weights, (*batch_shape, rows, rank), X.dtype)
-        draws.append(_TermDraw(frequencies, weights))
+        draws.append(_TermDraw(omega, weights))
     return tuple(draws)
 
 
 def _prior_at(kernel: Callable, draw: tuple[_TermDraw, ...], X: Array) -> Array:
-    """g(X) for one draw of the prior, without its mean, (..., N)."""
+    """g(X) for one draw of the prior, without its mean, (..., N); zero where all is in the weights."""
     total = 0.0
-    for term, (frequencies, weights) in zip(_terms(kernel), draw, strict=True):
-        spectral, finite = _split(term)
-        features = _term_features(finite, X)
+    if not draw:
+        return jnp.zeros(X.shape[-2], X.dtype)
+    for term, (omegas, weights) in zip(terms(kernel), draw, strict=True):
+        spectral, finite = split(term)
+        features = term_features(finite, X)
         if not spectral:
             total = total + jnp.sum(features * weights, axis=-1)
             continue
         phase, amplitude = 0.0, 1.0
-        for factor, omega in zip(spectral, frequencies, strict=True):
-            phase = phase + matmul(_spectral_inputs(factor, X), jnp.swapaxes(omega, -1, -2))
-            amplitude = amplitude * jnp.sqrt(_column(factor.kernel.variance, 1))
+        for factor, omega in zip(spectral, omegas, strict=True):
+            phase = phase + phases(factor, X, omega)
+            amplitude = amplitude * scale_of(factor)
         # A cosine and a sine of each phase: their squares sum to one, so the variance is exact for each draw.
         waves = jnp.concatenate([jnp.cos(phase), jnp.sin(phase)], axis=-1)
         value = jnp.sum(features * matmul(waves, weights), axis=-1)
@@ -602,6 +522,11 @@ _evaluate = jax.jit(_values)
 
 def _function_draw(process: ProcessPosterior, rng_key: Array, num_features: int, X: Array) -> _Draw:
     inducing, L, R, W_sqrt = process.inducing, process.L, process.R, process.W_sqrt
+    if isinstance(inducing, WeightVariables):
+        epsilon = jax.random.normal(rng_key, (*process.batch_shape, inducing.num_inducing), process.a.dtype)
+        v = matvec_transposed(cast(Array, R), epsilon)[..., None]
+        w = process.a + solve_lower_transposed(L, v)[..., 0]
+        return _Draw(process.kernel, process.mean_function, (), w, None)
     if not isinstance(inducing, _POINTS):
         msg = (
             f"Functions are drawn given function values at inducing inputs, got {type(inducing).__name__}. "
@@ -670,7 +595,7 @@ def sample_functions(
     def processes(key: Array) -> dict[str, tuple[ProcessPosterior, Array]]:
         posteriors = guide.posterior(key, params, *args, **kwargs)
         for q in posteriors.values():
-            list(_terms(q.prior.kernel))  # an unknown kernel raises here
+            list(terms(q.prior.kernel))  # an unknown kernel raises here
         return {site: (process_of(guide, params, site, q), q.prior.X) for site, q in posteriors.items()}
 
     def draw(key: Array) -> dict[str, _Draw]:
@@ -692,7 +617,9 @@ def sample_functions(
     result = {}
     for site, (process, X) in like.items():
         inducing, gamma = (params.get(f"{site}_{guide.prefix}_{symbol}") for symbol in ("inducing", "mean_inducing"))
-        if inducing is None:
+        if isinstance(process.inducing, WeightVariables):
+            inducing = process.inducing
+        elif inducing is None:
             inducing = InducingPoints(params[f"{site}_{guide.prefix}_sites"].X)
         elif gamma is not None and process.mean_weights is None:
             inducing, gamma = _joined(inducing, gamma), None

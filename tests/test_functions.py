@@ -15,8 +15,9 @@ import pytest
 
 import numpyro_sgp as sgp
 from numpyro_sgp import kernels
+from numpyro_sgp.expansion import term_features, terms
 from numpyro_sgp.kernels import Matern52, SquaredExponential
-from numpyro_sgp.predict import _draw_prior, _prior_at, _term_features, _terms, process_posterior, sample_functions
+from numpyro_sgp.predict import _draw_prior, _prior_at, process_posterior, sample_functions
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -282,8 +283,8 @@ def test_prior_draws_of_a_batch_of_latents_are_independent(name):
 @pytest.mark.once
 @pytest.mark.parametrize("name", ["Constant", "Linear", "Polynomial"])
 def test_kernels_of_finite_rank_have_exact_features(name):
-    (term,) = _terms(KERNELS[name])
-    features = _term_features(list(term), jnp.asarray(X))
+    (term,) = terms(KERNELS[name])
+    features = term_features(list(term), jnp.asarray(X))
     assert_allclose(features @ features.T, KERNELS[name](X, X), rtol=1e-12, atol=1e-14)
 
 

@@ -30,6 +30,7 @@ from numpyro_sgp.conditionals.dual import (
 from numpyro_sgp.conditionals.mean_and_root import unwhitened, whitened
 from numpyro_sgp.conditionals.moments import Moments, Projection, perturbed_moments, project
 from numpyro_sgp.conditionals.tied import Tie, Tied, tied
+from numpyro_sgp.conditionals.weight_space import weight_space, weight_space_mean
 
 __all__ = [
     "Moments",
@@ -60,5 +61,7 @@ __all__ = [
     "solve",
     "tied",
     "unwhitened",
+    "weight_space",
+    "weight_space_mean",
     "whitened",
 ]

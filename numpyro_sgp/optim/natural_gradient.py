@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from numpyro.optim import _NumPyroOptim
 import optax
 
+from numpyro_sgp.optim.descent_ascent import DescentAscentState
 from numpyro_sgp.optim.dual_ascent import DualAscentState
 from numpyro_sgp.optim.grow_basis import GrowBasisState
 from numpyro_sgp.sites import AbstractSites, Perturbation, Perturbed
@@ -45,7 +46,7 @@ class NaturalGradientState(NamedTuple):
 
 
 def num_refused(state: Any) -> Array:
-    """How many steps `NaturalGradient` or `DualAscent` has refused.
+    """How many steps `NaturalGradient`, `DualAscent` or `DescentAscent` has refused.
 
     Args:
         state: an `SVIState`, or the optimizer state in it.
@@ -54,7 +55,7 @@ def num_refused(state: Any) -> Array:
     if isinstance(optim_state, GrowBasisState):
         optim_state = optim_state.inner
     inner = optim_state[1] if isinstance(optim_state, tuple) and len(optim_state) == 2 else optim_state
-    if not isinstance(inner, NaturalGradientState | DualAscentState):
+    if not isinstance(inner, NaturalGradientState | DualAscentState | DescentAscentState):
         msg = (
             f"`state` must come from `NaturalGradient` or `DualAscent`, got one with a {type(inner).__name__}. "
             "Pass `result.state` of `SVI.run`, or the state that `SVI.update` returned."

@@ -1,0 +1,372 @@
+"""Posteriors over the weights of kernels of finite rank: against dense Gaussians, the evidence, and t-SVGP."""
+
+import functools
+import itertools
+import pickle
+
+from guides import initial_parameters, loss_at
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.testing import assert_allclose
+import numpyro
+import numpyro.distributions as dist
+from numpyro.distributions import constraints
+from numpyro.infer import SVI, Predictive
+import optax
+import oracles
+from problems import LIKELIHOODS, MEAN, NOISE, X_NEW, N, X, converged
+import pytest
+from scipy.optimize import minimize
+
+import numpyro_sgp as sgp
+from numpyro_sgp import conditionals, features, kernels
+from numpyro_sgp.finite_rank import precision_matrix
+from numpyro_sgp.sites import TiedSites
+
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+
+frozen = optax.set_to_zero()
+RNG = np.random.default_rng(11)
+Z = RNG.uniform(-1.0, 1.0, size=(4, 2))
+W = RNG.normal(size=(2, 4))
+
+
+def network(params, X):
+    return jnp.tanh(X @ params)
+
+
+# Kernels of two hyperparameters: one moves the features, the other the prior of the weights (and the features of
+# `inducing`).
+KERNELS = {
+    "map": lambda a, b: features.FeatureMap(network, a * W, variance=b),
+    "hilbert": lambda a, b: features.HilbertSpace(kernels.Matern52(a, b), (2, 3), (-2.0, 2.0)),
+    "fourier": lambda a, b: features.RandomFourier(kernels.SquaredExponential(a, b), 4, jax.random.key(0)),
+    "inducing": lambda a, b: features.InducingBasis(kernels.SquaredExponential(a, b), Z),
+    "expanded": lambda a, b: b * kernels.Linear(a) + kernels.Constant(0.3),
+}
+A, B = 0.9, 1.4
+FORMS = ["natural", "root"]
+
+
+@functools.cache
+def model_with(name, likelihood="normal", a=A, b=B):
+    """A GP with trained hyperparameters under a likelihood, on minibatches where `num_data` is given."""
+
+    def model(X, y=None, num_data=None):
+        def positive(name, value):
+            return numpyro.param(name, np.asarray(value), constraint=constraints.positive)
+
+        kernel = KERNELS[name](positive("a", a), positive("b", b))
+        noise = positive("noise", NOISE)
+        f = numpyro.sample("f", sgp.GaussianProcess(kernel, X, MEAN))
+        with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
+            numpyro.sample("y", LIKELIHOODS[likelihood].distribution(f, noise), obs=y)
+
+    return model
+
+
+def y_of(likelihood="normal"):
+    return LIKELIHOODS[likelihood].y
+
+
+@functools.cache
+def set_up(name, form, likelihood="normal"):
+    """Model, guide, and parameters away from the prior."""
+    model = model_with(name, likelihood)
+    guide = sgp.AutoWeightSpaceGP(model, parametrization=form)
+    params = initial_parameters(model, guide, X, y_of(likelihood))
+    r = rank(name)
+    root = RNG.normal(size=(r, r))
+    if form == "root":
+        own = {"f_auto_m": RNG.normal(size=r), "f_auto_R": root}
+    else:
+        own = {"f_auto_sites": TiedSites(jnp.asarray(RNG.normal(size=r)), jnp.asarray(root @ root.T))}
+    assert own.keys() <= params.keys()
+    return model, guide, {**params, **own}
+
+
+def parts(name, inputs=X, a=A, b=B):
+    """Features and prior covariance of the weights, dense."""
+    kernel = features.as_finite_rank(KERNELS[name](a, b))
+    Phi = np.asarray(kernel.features(inputs))
+    return Phi, np.asarray(precision_matrix(kernel, Phi.shape[-1]))
+
+
+def rank(name):
+    return parts(name)[0].shape[-1]
+
+
+def dense_posterior(name, params, a=A, b=B):
+    """Mean and covariance of q(w) that the parameters stand for."""
+    _, S = parts(name, a=a, b=b)
+    L = np.linalg.cholesky(S)
+    if "f_auto_m" in params:
+        R = np.tril(params["f_auto_R"])
+        covariance = np.linalg.inv(L @ (np.eye(len(S)) + R @ R.T) @ L.T)
+        return np.linalg.solve(L.T, params["f_auto_m"]), covariance
+    lambda1, Lambda2 = np.asarray(params["f_auto_sites"].lambda1), np.asarray(params["f_auto_sites"].Lambda2)
+    if name == "inducing":  # sites of u = S w
+        lambda1, Lambda2 = S @ lambda1, S @ Lambda2 @ S
+    covariance = np.linalg.inv(S + Lambda2)
+    return covariance @ lambda1, 0.5 * (covariance + covariance.T)
+
+
+def dense_bound(name, params, likelihood="normal", a=A, b=B):
+    (Phi, S), (m, V) = parts(name, a=a, b=b), dense_posterior(name, params, a, b)
+    log_density = functools.partial(LIKELIHOODS[likelihood].log_density, y=y_of(likelihood), noise=NOISE)
+    variances = np.einsum("ni,ij,nj->n", Phi, V, Phi)
+    ell = oracles.expected_log_density(log_density, [Phi @ m + MEAN], [variances])
+    return np.sum(ell) - oracles.gaussian_kl(m, V, np.linalg.inv(S))
+
+
+def log_evidence(name, a=A, b=B, noise=NOISE):
+    Phi, S = parts(name, a=a, b=b)
+    K = Phi @ np.linalg.solve(S, Phi.T)
+    return oracles.gaussian_log_density(y_of(), MEAN, K + noise**2 * np.eye(N))
+
+
+# The pure functions.
+
+
+def test_moments_are_those_of_the_dense_gaussian_over_the_weights():
+    r = 4
+    Phi, s, root, vector = (
+        RNG.normal(size=(N, r)),
+        np.array([0.3, 1.0, 2.0, 0.7]),
+        RNG.normal(size=(r, r)),
+        RNG.normal(size=r),
+    )
+    V = np.linalg.inv(np.diag(s) + root @ root.T)
+    by_sites = conditionals.weight_space(*map(jnp.asarray, (vector, root @ root.T, Phi, s)))
+    by_mean = conditionals.weight_space_mean(*map(jnp.asarray, (vector, root @ root.T, Phi, s)))
+    for q, m in ((by_sites, V @ vector), (by_mean, vector)):
+        assert_allclose(q.mean, Phi @ m, rtol=1e-10)
+        assert_allclose(q.variance, np.diag(Phi @ V @ Phi.T), rtol=1e-10)
+        assert_allclose(q.kl, oracles.gaussian_kl(m, V, np.diag(1 / s)), rtol=1e-10)
+        covariance = Phi @ (Phi / s).T - q.prior_root.T @ q.prior_root + q.posterior_root.T @ q.posterior_root
+        assert_allclose(covariance, Phi @ V @ Phi.T, rtol=1e-9, atol=1e-10)
+
+
+# The guide.
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [*((name, "natural") for name in KERNELS), ("map", "root"), ("inducing", "root")]
+)
+def test_the_loss_and_its_gradients_are_those_of_minus_the_dense_bound(name, form):
+    likelihood = "student_t"
+    model, guide, params = set_up(name, form, likelihood)
+    hyper = {key: params[key] for key in ("a", "b")}
+    loss = jax.jit(jax.value_and_grad(lambda hyper: loss_at({**params, **hyper}, model, guide, X, y_of(likelihood))))
+    value, gradient = loss(hyper)
+    assert_allclose(value, -dense_bound(name, params, likelihood), rtol=1e-8)
+    for key in ("a", "b"):
+        expected = oracles.derivative(
+            lambda t, key=key: -dense_bound(name, params, likelihood, A + t * (key == "a"), B + t * (key == "b"))
+        )
+        assert_allclose(gradient[key], expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(("name", "form"), [("hilbert", "natural"), ("inducing", "natural"), ("inducing", "root")])
+def test_the_posterior_the_process_and_drawn_functions_agree_at_new_inputs_after_pickling_too(name, form):
+    _, guide, params = set_up(name, form)
+    params = pickle.loads(pickle.dumps(params))
+    Phi = parts(name, X_NEW)[0]
+    m, V = dense_posterior(name, params)
+    mean, covariance = Phi @ m + MEAN, Phi @ V @ Phi.T
+    key = jax.random.key(1)
+    for q in (
+        guide.posterior(key, params, X_NEW)["f"],
+        sgp.process_posterior(guide, key, params, X[:1])["f"].posterior(X_NEW),
+    ):
+        assert_allclose(q.mean, mean, rtol=1e-8)
+        assert_allclose(q.variance, np.diag(covariance), rtol=1e-7)
+        assert_allclose(q.covariance(), covariance, rtol=1e-7, atol=1e-7)
+    if form == "root":
+        return
+    f = guide.sample_functions(key, params, X, num_samples=3000)["f"]
+    draws = np.asarray(f(X_NEW))
+    assert_allclose(f(X_NEW[:2]), draws[:, :2], rtol=1e-9)
+    centred = draws - mean
+    assert np.all(np.abs(np.mean(centred, axis=0)) < 5 * np.std(centred, axis=0) / np.sqrt(len(draws)))
+    products = centred[:, :, None] * centred[:, None, :]
+    assert np.all(np.abs(np.mean(products, axis=0) - covariance) < 5 * np.std(products, axis=0) / np.sqrt(len(draws)))
+
+
+@pytest.mark.parametrize("name", ["expanded", "inducing"])
+def test_one_full_natural_step_on_a_gaussian_likelihood_is_the_evidence(name):
+    model, guide, params = set_up(name, "natural")
+    new = stepped(model, guide, params, 1.0, X, y_of())
+    assert_allclose(-loss_at(new, model, guide, X, y_of()), log_evidence(name), rtol=1e-9)
+
+
+def stepped(model, guide, params, step_size, *args, steps=1, others=frozen, **kwargs):
+    svi = SVI(model, guide, sgp.NaturalGradient(step_size, others), sgp.QuadratureELBO())
+    state = svi.init(jax.random.key(0), *args, **kwargs)
+    own = {name: value for name, value in params.items() if name.startswith("f_auto_")}
+    state = state._replace(optim_state=svi.optim.init({**svi.optim.get_params(state.optim_state), **own}))
+    state, _ = jax.jit(lambda state: jax.lax.scan(lambda s, _: svi.update(s, *args, **kwargs), state, length=steps))(
+        state
+    )
+    assert sgp.num_refused(state) == 0
+    return svi.get_params(state)
+
+
+def test_it_is_t_svgp_where_inducing_inputs_span_the_features():
+    likelihood = "poisson"
+    model, y = model_with("expanded", likelihood), y_of("poisson")
+    # Rank three: any three inputs in general position span it. The jitter is t-SVGP's own.
+    guides = sgp.AutoWeightSpaceGP(model), sgp.AutoTSVGP(model, X[:3])
+    bounds = []
+    for guide in guides:
+        params = stepped(model, guide, {}, 0.5, X, y, steps=8)
+        bounds.append(loss_at(params, model, guide, X, y))
+    assert_allclose(bounds[0], bounds[1], rtol=1e-4)
+    start = loss_at(initial_parameters(model, guides[0], X, y), model, guides[0], X, y)
+    assert start - bounds[0] > 1.0
+
+
+def test_minibatch_steps_are_the_recursion_of_stochastic_compositional_gradient_descent():
+    name, rho = "hilbert", 0.3
+    model, guide, params = set_up(name, "natural")
+    Phi, S = parts(name)
+    batches = [np.array([0, 3]), np.array([5, 1]), np.array([6, 2])]
+    sites = params["f_auto_sites"]
+    F = NOISE**2 * (S + np.asarray(sites.Lambda2))
+    c = NOISE**2 * np.asarray(sites.lambda1)
+    svi = SVI(model, guide, sgp.NaturalGradient(rho, frozen), sgp.QuadratureELBO())
+    state = svi.init(jax.random.key(0), X[:2], y_of()[:2], num_data=N)
+    state = state._replace(
+        optim_state=svi.optim.init({**svi.optim.get_params(state.optim_state), "f_auto_sites": sites})
+    )
+    update = jax.jit(lambda state, X, y: svi.update(state, X, y, num_data=N))
+    for rows in batches:
+        state, _ = update(state, X[rows], y_of()[rows])
+        F = (1 - rho) * F + rho * (N / 2 * Phi[rows].T @ Phi[rows] + NOISE**2 * S)
+        c = (1 - rho) * c + rho * N / 2 * Phi[rows].T @ (y_of()[rows] - MEAN)
+    sites = svi.get_params(state)["f_auto_sites"]
+    assert_allclose(NOISE**2 * (S + sites.Lambda2), F, rtol=1e-9, atol=1e-10)
+    assert_allclose(NOISE**2 * sites.lambda1, c, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_losses_and_gradients_of_batches_average_to_those_of_all_data(form):
+    model, guide, params = set_up("map", form, "student_t")
+    y = y_of("student_t")
+    hyper = {key: params[key] for key in ("a", "b", "noise")}
+
+    def loss(hyper, X, y):
+        return loss_at({**params, **hyper}, model, guide, X, y, num_data=N)
+
+    rows = np.array(list(itertools.combinations(range(N), 2)))
+    full = jax.jit(jax.value_and_grad(loss))(hyper, X, y)
+    batches = jax.jit(jax.vmap(jax.value_and_grad(loss), (None, 0, 0)))(hyper, X[rows], y[rows])
+    for ours, expected in zip(jax.tree.leaves(batches), jax.tree.leaves(full), strict=True):
+        assert np.ptp(np.asarray(ours)) > 1e-3
+        assert_allclose(np.mean(ours, axis=0), expected, rtol=1e-9)
+
+
+@functools.cache
+def best_evidence():
+    """The maximum over both hyperparameters and the noise, by quasi-Newton steps on the dense evidence."""
+
+    def negative(log):
+        return -log_evidence("hilbert", *np.exp(log))
+
+    found = minimize(
+        negative, np.log([A, B, NOISE]), method="Nelder-Mead", options={"xatol": 1e-7, "fatol": 1e-11, "maxiter": 4000}
+    )
+    return -found.fun
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_training_on_all_data_reaches_the_maximum_of_the_evidence(form):
+    model, guide, _ = set_up("hilbert", form)
+    optim = (
+        sgp.NaturalGradient(1.0, optax.adam(optax.cosine_decay_schedule(0.1, 1200)), m_steps=2)
+        if form == "natural"
+        else numpyro.optim.Minimize()
+    )
+    svi = SVI(model, guide, optim, sgp.QuadratureELBO(num_nodes=3))
+    state = svi.init(jax.random.key(0), X, y_of())
+    state = converged(svi, state, 400 if form == "natural" else 4, X, y_of())
+    # Steps in turn creep along the ridge between variance and lengthscale; quasi-Newton steps on both do not.
+    atol = 1e-3 if form == "natural" else 1e-6
+    assert_allclose(-svi.evaluate(state, X, y_of()), best_evidence(), rtol=0, atol=atol)
+    assert best_evidence() > log_evidence("hilbert") + 0.5
+
+
+# Plates, priors, networks.
+
+
+def test_a_plate_of_latents_has_weights_for_each():
+    C = 3
+    Y = RNG.normal(size=(C, N))
+
+    def model(X, Y=None):
+        with numpyro.plate("class", C):
+            f = numpyro.sample("f", sgp.GaussianProcess(KERNELS["fourier"](A, B), X))
+        with numpyro.plate("class", C, dim=-2), numpyro.plate("data", X.shape[0], dim=-1):
+            numpyro.sample("y", dist.Normal(f, NOISE), obs=Y)
+
+    guide = sgp.AutoWeightSpaceGP(model)
+    params = stepped(model, guide, {}, 1.0, X, Y)
+    Phi, S = parts("fourier")
+    covariance = Phi @ np.linalg.solve(S, Phi.T) + NOISE**2 * np.eye(N)
+    expected = sum(oracles.gaussian_log_density(row, 0.0, covariance) for row in Y)
+    assert_allclose(-loss_at(params, model, guide, X, Y), expected, rtol=1e-9)
+    draws = guide.sample_functions(jax.random.key(0), params, X, num_samples=5)["f"](X_NEW)
+    assert draws.shape == (5, C, len(X_NEW))
+    assert_allclose(
+        sgp.process_posterior(guide, jax.random.key(0), params, X)["f"].posterior(X_NEW).mean,
+        guide.posterior(jax.random.key(0), params, X_NEW)["f"].mean,
+        rtol=1e-8,
+    )
+
+
+def test_weights_of_a_network_with_priors_have_a_posterior_and_predictions():
+    def model(X, y=None, num_data=None):
+        weights = numpyro.sample("weights", dist.Normal(0.0, 1.0).expand([2, 5]).to_event(2))
+        f = numpyro.sample("f", sgp.GaussianProcess(features.FeatureMap(network, weights), X))
+        with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    guide = sgp.AutoWeightSpaceGP(model)
+    svi = SVI(model, guide, sgp.NaturalGradient(0.5, optax.adam(0.02)), sgp.QuadratureELBO(num_nodes=3))
+    result = svi.run(jax.random.key(0), 200, X, y_of(), progress_bar=False)
+    assert np.mean(result.losses[-20:]) < np.mean(result.losses[:20]) - 1.0
+    draws = Predictive(model, guide=guide, params=result.params, num_samples=4)(jax.random.key(1), X_NEW)
+    assert draws["y"].shape == (4, len(X_NEW))
+    functions = guide.sample_functions(jax.random.key(2), result.params, X, num_samples=4)["f"]
+    assert np.ptp(np.asarray(functions(X_NEW)), axis=0).min() > 1e-3
+
+
+# Mistakes.
+
+
+def with_kernel(kernel):
+    def model(X, y=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(kernel, X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    return model
+
+
+def test_a_kernel_without_features_is_named_with_what_to_use():
+    model = with_kernel(kernels.Matern32(1.0))
+    with pytest.raises(TypeError, match=r"Matern32 has no features.*RandomFourier") as error:
+        initial_parameters(model, sgp.AutoWeightSpaceGP(model), X, y_of())
+    assert "site 'f'" in error.value.__notes__[0]
+
+
+def test_a_rank_that_does_not_fit_into_memory_is_refused_before_anything_is_allocated():
+    model = with_kernel(features.RandomFourier(kernels.Matern32(1.0), 1_000_000, jax.random.key(0)))
+    with pytest.raises(ValueError, match=r"rank r = 1000000.*8,000,000,000,000 bytes each"):
+        initial_parameters(model, sgp.AutoWeightSpaceGP(model), X, y_of())
+
+
+def test_an_unknown_parametrisation_is_refused():
+    with pytest.raises(ValueError, match="`parametrization` must be one of"):
+        sgp.AutoWeightSpaceGP(with_kernel(kernels.Linear()), parametrization="nautral")
