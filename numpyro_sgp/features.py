@@ -105,7 +105,7 @@ class FeatureMap(AbstractFiniteRank):
     Args:
         fn: φ for all rows at once, (N, D) -> (N, r), or `fn(params, X)` where `params` are given. A function may close
             over sampled or traced values; what is in `params` is a part of the kernel, and outlives the model's run.
-        params: first argument of `fn`, any pytree; None for `fn(X)`.
+        params: first argument of `fn`, any pytree; None for `fn(X)`. They become a part of `fn`.
         variance: σ², prior variance of the weights: a number for all or one for each, (r,); batch + (1,) or (r,).
         size: r, where it is asked for before the features were evaluated (`rank`).
 
@@ -119,7 +119,12 @@ class FeatureMap(AbstractFiniteRank):
     size: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fn", PytreeFunction.of(self.fn))
+        fn, params = self.fn, self.params
+        if params is not None and callable(fn) and not isinstance(fn, PytreeFunction):
+            # One callable that shows its arrays, whatever else is among the parameters (a module has functions, too).
+            fn, params = jax.tree_util.Partial(fn, params), None
+        object.__setattr__(self, "fn", PytreeFunction.of(fn))
+        object.__setattr__(self, "params", params)
         if self.size is not None:
             _positive_integer("size", self.size, "It is the number of columns that `fn` returns.")
 
@@ -131,8 +136,7 @@ class FeatureMap(AbstractFiniteRank):
         return self.size
 
     def features(self, X: ArrayLike, index: ArrayLike | None = None) -> Array:
-        fn = self.fn if self.params is None else lambda X: self.fn(self.params, X)
-        Phi = map_rows(fn, _inputs(X))
+        Phi = map_rows(self.fn, _inputs(X))
         if self.size is not None and Phi.shape[-1] != self.size:
             msg = f"`fn` returned {Phi.shape[-1]} features a row, but `size` is {self.size}. Make them agree."
             raise ValueError(msg)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import types
 from typing import Any
 
@@ -39,7 +40,7 @@ class PytreeFunction:
     A plain function is one static leaf compared by identity, and may close over traced values. It goes into `jit`,
     `grad`, `vmap` and `scan`, but each new function object is compiled again, what it closes over has no gradient as a
     part of the kernel, and a traced value in it must not leave its trace with it. A callable pytree (an Equinox module,
-    `jax.tree_util.Partial(fn, params)`) shows its arrays to JAX and has none of these limits.
+    `jax.tree_util.Partial(fn, params)`) or a `functools.partial` shows its arrays to JAX and has none of these limits.
     """
 
     arrays: Any
@@ -50,6 +51,8 @@ class PytreeFunction:
         """`fn` as a `PytreeFunction`; one that is already is returned as it is."""
         if isinstance(fn, PytreeFunction):
             return fn
+        if type(fn) is functools.partial:  # what NumPyro's helpers for networks return: the parameters are in it
+            fn = jax.tree_util.Partial(fn.func, *fn.args, **fn.keywords)
         leaves, structure = jax.tree.flatten(fn)
         # The split is made once, here: leaves that a transformation replaces by placeholders must stay children.
         dynamic = [isinstance(leaf, Array | np.ndarray | np.generic | float | complex) for leaf in leaves]

@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose
 import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
-from numpyro.infer import SVI, Predictive
+from numpyro.infer import SVI
 import optax
 import oracles
 from problems import LIKELIHOODS, MEAN, NOISE, X_NEW, N, X, converged
@@ -284,20 +284,20 @@ def best_evidence():
 def test_training_on_all_data_reaches_the_maximum_of_the_evidence(form):
     model, guide, _ = set_up("hilbert", form)
     optim = (
-        sgp.NaturalGradient(1.0, optax.adam(optax.cosine_decay_schedule(0.1, 1200)), m_steps=2)
+        sgp.NaturalGradient(1.0, optax.adam(optax.cosine_decay_schedule(0.1, 800)))
         if form == "natural"
         else numpyro.optim.Minimize()
     )
     svi = SVI(model, guide, optim, sgp.QuadratureELBO(num_nodes=3))
     state = svi.init(jax.random.key(0), X, y_of())
-    state = converged(svi, state, 400 if form == "natural" else 4, X, y_of())
+    state = converged(svi, state, 800 if form == "natural" else 4, X, y_of())
     # Steps in turn creep along the ridge between variance and lengthscale; quasi-Newton steps on both do not.
     atol = 1e-3 if form == "natural" else 1e-6
     assert_allclose(-svi.evaluate(state, X, y_of()), best_evidence(), rtol=0, atol=atol)
     assert best_evidence() > log_evidence("hilbert") + 0.5
 
 
-# Plates, priors, networks.
+# Plates.
 
 
 def test_a_plate_of_latents_has_weights_for_each():
@@ -316,30 +316,11 @@ def test_a_plate_of_latents_has_weights_for_each():
     covariance = Phi @ np.linalg.solve(S, Phi.T) + NOISE**2 * np.eye(N)
     expected = sum(oracles.gaussian_log_density(row, 0.0, covariance) for row in Y)
     assert_allclose(-loss_at(params, model, guide, X, Y), expected, rtol=1e-9)
-    draws = guide.sample_functions(jax.random.key(0), params, X, num_samples=5)["f"](X_NEW)
-    assert draws.shape == (5, C, len(X_NEW))
     assert_allclose(
         sgp.process_posterior(guide, jax.random.key(0), params, X)["f"].posterior(X_NEW).mean,
         guide.posterior(jax.random.key(0), params, X_NEW)["f"].mean,
         rtol=1e-8,
     )
-
-
-def test_weights_of_a_network_with_priors_have_a_posterior_and_predictions():
-    def model(X, y=None, num_data=None):
-        weights = numpyro.sample("weights", dist.Normal(0.0, 1.0).expand([2, 5]).to_event(2))
-        f = numpyro.sample("f", sgp.GaussianProcess(features.FeatureMap(network, weights), X))
-        with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
-            numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
-
-    guide = sgp.AutoWeightSpaceGP(model)
-    svi = SVI(model, guide, sgp.NaturalGradient(0.5, optax.adam(0.02)), sgp.QuadratureELBO(num_nodes=3))
-    result = svi.run(jax.random.key(0), 200, X, y_of(), progress_bar=False)
-    assert np.mean(result.losses[-20:]) < np.mean(result.losses[:20]) - 1.0
-    draws = Predictive(model, guide=guide, params=result.params, num_samples=4)(jax.random.key(1), X_NEW)
-    assert draws["y"].shape == (4, len(X_NEW))
-    functions = guide.sample_functions(jax.random.key(2), result.params, X, num_samples=4)["f"]
-    assert np.ptp(np.asarray(functions(X_NEW)), axis=0).min() > 1e-3
 
 
 # Mistakes.

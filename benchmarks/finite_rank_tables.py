@@ -1,0 +1,219 @@
+"""Deep kernels learnt on small batches: negative log marginal likelihood per row and RMSE, method by method.
+
+The setting of Shoham and Avron (2025), tables 2 to 5: a network of two layers of 128 rectified linear units; its
+outputs are the features ("linear"), or go through 1000 random features of a squared exponential kernel ("gaussian").
+Every method has the same number of epochs, the same start, and Adam at a rate that falls along a cosine. The marginal
+likelihood is that of all training rows at the hyperparameters, exactly; as in the paper, a run is judged where it was
+best, among `--checks` checks in equal distances, all of which are kept. RMSE is that of the exact posterior there, in
+units of the standard deviation of the outputs; SVGP, with as many inducing inputs as a batch has rows, predicts by its
+own posterior, and its likelihood is that of its kernel, for "gaussian" through the same random features.
+
+    python benchmarks/finite_rank_tables.py --data kin40k.npz bike.npz [--folds 0 1 2 3 4] [--epochs 100]
+        [--kernels linear gaussian] [--output results]
+"""
+
+import argparse
+from pathlib import Path
+
+from common import npz, report
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import SVI
+from numpyro.infer.autoguide import AutoDelta
+import optax
+
+import numpyro_sgp as sgp
+
+FULL = {"width": 128, "rank": 1000, "batches": {"linear": [32, 128], "gaussian": [16, 64]}}
+REDUCED = {"width": 8, "rank": 20, "batches": {"linear": [16], "gaussian": [16]}}
+METHODS = ["natural gradient", "compositional", "minimax", "batch evidence", "SVGP"]
+REDUCED_METHODS = {"linear": METHODS[:3], "gaussian": METHODS[-1:]}
+
+
+def network(weights, X):
+    """Two layers of rectified linear units."""
+    for W, b in weights:
+        X = jax.nn.relu(X @ W + b)
+    return X
+
+
+def start_of_network(key, D: int, width: int, dtype):
+    """Weights at the scale at which rectified linear units keep the size of what they are given."""
+    keys = jax.random.split(key, 2)
+    sizes = [(D, width), (width, width)]
+    return [
+        (jax.random.normal(k, size, dtype) * (2.0 / size[0]) ** 0.5, jnp.zeros(size[1], dtype))
+        for k, size in zip(keys, sizes, strict=True)
+    ]
+
+
+def make_model(kind: str, p: dict, D: int, dtype, *, infinite: bool):
+    """Regression with a deep kernel; `infinite` for the squared exponential kernel itself."""
+    first = start_of_network(jax.random.key(0), D, p["width"], dtype)
+
+    def model(X, y=None, num_data=None):
+        def positive(name, value):
+            return numpyro.param(name, jnp.asarray(value, dtype), constraint=dist.constraints.positive)
+
+        weights = numpyro.param("network", first)
+        variance, noise = positive("variance", 1.0 / p["width"] if kind == "linear" else 1.0), positive("noise", 0.5)
+        if kind == "linear":
+            kernel = sgp.features.FeatureMap(network, weights, variance)
+        else:
+            inner = sgp.kernels.SquaredExponential(positive("lengthscale", p["width"] ** 0.5), variance)
+            kernel = sgp.kernels.Warp(inner, jax.tree_util.Partial(network, weights))
+            if not infinite:
+                kernel = sgp.features.RandomFourier(kernel, p["rank"], jax.random.key(1))
+        f = numpyro.sample("f", sgp.GaussianProcess(kernel, X))
+        with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    return model
+
+
+def whitened(kind: str, p: dict, params, X):
+    """Features of weights with variance one."""
+    if kind == "linear":
+        return jnp.sqrt(params["variance"]) * network(params["network"], X)
+    inner = sgp.kernels.SquaredExponential(params["lengthscale"], params["variance"])
+    kernel = sgp.kernels.Warp(inner, jax.tree_util.Partial(network, params["network"]))
+    kernel = sgp.features.RandomFourier(kernel, p["rank"], jax.random.key(1))
+    return jnp.sqrt(params["variance"]) * kernel.features(X)
+
+
+def judged(features, params, data, test) -> tuple[float, float]:
+    """−log p(y) a row of the training data, and the RMSE of the exact posterior; sums in double precision."""
+
+    def chunks(X):
+        return (np.asarray(features(params, part), np.float64) for part in np.array_split(X, -(-len(X) // 4096)))
+
+    X, y = data
+    noise = float(params["noise"]) ** 2
+    parts = np.array_split(y.astype(float), -(-len(X) // 4096))
+    gram: np.ndarray | float = 0.0
+    product: np.ndarray | float = 0.0
+    for Phi, rows in zip(chunks(X), parts, strict=True):
+        gram, product = gram + Phi.T @ Phi, product + Phi.T @ rows
+    r, N = len(product), len(y)
+    L = np.linalg.cholesky(gram + noise * np.eye(r))
+    w = np.linalg.solve(L.T, np.linalg.solve(L, product))
+    misfit = sum(np.sum((rows - Phi @ w) ** 2) for Phi, rows in zip(chunks(X), parts, strict=True))
+    value = misfit / noise + w @ w + 2.0 * np.sum(np.log(np.diag(L))) + (N - r) * np.log(noise) + N * np.log(2 * np.pi)
+    error = np.concatenate([Phi @ w for Phi in chunks(test[0])]) - test[1]
+    return float(0.5 * value / N), float(np.sqrt(np.mean(error**2)))
+
+
+def svi_of(method: str, kind: str, p: dict, data, batch: int, steps: int, rate: float) -> SVI:
+    """Model, guide, optimizer and loss of a method."""
+    X, dtype = data[0], data[0].dtype
+    model = make_model(kind, p, X.shape[1], dtype, infinite=method == "SVGP")
+    rank = batch if method == "SVGP" else p["width"] if kind == "linear" else p["rank"]
+
+    def rho(t):
+        # Averages of a plain mean at first, then of twenty times as many rows as there are weights, then of ever more.
+        return jnp.minimum(jnp.maximum(1.0 / (1.0 + t), batch / (20.0 * rank)), 0.5 * (1.0 + t) ** -0.5)
+
+    adam = optax.adam(optax.cosine_decay_schedule(rate, steps))
+    elbo = sgp.QuadratureELBO(num_nodes=3)  # exact: the logarithm of a normal density is a quadratic
+
+    def weights(parametrization, **options):
+        return sgp.AutoWeightSpaceGP(model, parametrization=parametrization, base=AutoDelta, **options)
+
+    if method == "natural gradient":
+        return SVI(model, weights("natural"), sgp.NaturalGradient(rho, adam), elbo)
+    if method == "compositional":
+        return SVI(model, weights("averaged"), adam, sgp.CompositionalMarginalLikelihood(lambda t: (1.0 + t) ** -0.5))
+    if method == "minimax":
+        players = sgp.DescentAscent(adam, optax.sgd(optax.cosine_decay_schedule(1e-3, steps)))
+        scale = float(np.sqrt(len(X)))
+        return SVI(model, weights("adversarial", root_scale=scale), players, sgp.MinimaxMarginalLikelihood())
+    if method == "batch evidence":
+        return SVI(model, weights("natural"), adam, sgp.BatchMarginalLikelihood())
+    Z = X[np.random.default_rng(0).permutation(len(X))[:batch]]
+    guide = sgp.AutoSVGP(model, Z, natural=True, learn_inducing=True, base=AutoDelta)
+    return SVI(model, guide, sgp.NaturalGradient(rho, adam), elbo)
+
+
+def run(method: str, kind: str, p: dict, data, test, batch: int, epochs: int, checks: int, rate: float) -> dict:
+    """One fit: the curve of both measures, and where the likelihood was best."""
+    X, y = data
+    steps = max(epochs * len(X) // batch // checks, 1)
+    svi = svi_of(method, kind, p, data, batch, steps * checks, rate)
+    state = svi.init(jax.random.key(0), X[:batch], y[:batch], num_data=len(X))
+    rows_X, rows_y = jnp.asarray(X), jnp.asarray(y)
+
+    @jax.jit
+    def some_steps(state, key, X, y):
+        def step(state, key):
+            rows = jax.random.randint(key, (batch,), 0, len(X))
+            return svi.update(state, X[rows], y[rows], num_data=len(X))[0], None
+
+        return jax.lax.scan(step, state, jax.random.split(key, steps))[0]
+
+    features = jax.jit(lambda params, X: whitened(kind, p, params, X))
+    curve = []
+    for check in range(checks):
+        state = some_steps(state, jax.random.key(check), rows_X, rows_y)
+        params = {**svi.get_params(state), **(state.mutable_state or {})}
+        nlml, rmse = judged(features, params, data, test)
+        if method == "SVGP":
+            process = sgp.process_posterior(svi.guide, jax.random.key(0), params, X[:10], y[:10])["f"]
+            parts = np.array_split(test[0], 1 + len(test[0]) // 2048)
+            mean = np.concatenate([process.posterior(part).mean for part in parts])
+            rmse = float(np.sqrt(np.mean((mean - test[1]) ** 2)))
+        curve.append({"nlml": nlml, "rmse": rmse})
+    finite = [entry["nlml"] if np.isfinite(entry["nlml"]) else np.inf for entry in curve]
+    return {**curve[int(np.argmin(finite))], "steps": steps * checks, "curve": curve}
+
+
+def problem(path: Path | None, fold: int) -> tuple:
+    """Training and test data in single precision."""
+    if path is None:
+        rng = np.random.default_rng(fold)
+        X = rng.uniform(-2.0, 2.0, size=(400, 3))
+        y = np.sin(2.0 * X).sum(1) + 0.1 * rng.normal(size=len(X))
+        parts = X[:300], y[:300], X[300:], y[300:]
+    else:
+        parts = npz(path, fold)
+    X, y, X_test, y_test = (part.astype(np.float32) for part in parts)
+    return (X, y), (X_test, y_test)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """One table for each data set, kernel and batch size."""
+    p = REDUCED if arguments.reduced else FULL
+    epochs, checks = (2, 2) if arguments.reduced else (arguments.epochs, arguments.checks)
+    result: dict = {"settings": p, "epochs": epochs, "dtype": "float32", "rate": arguments.rate, "runs": {}}
+    for path in arguments.data or [None]:
+        name = "simulated" if path is None else path.stem
+        for kind in arguments.kernels:
+            for batch in p["batches"][kind]:
+                print(f"{name}, {kind}, batches of {batch}")
+                for method in REDUCED_METHODS[kind] if arguments.reduced else arguments.methods:
+                    key = f"{name}/{kind}/{batch}/{method}"
+                    for fold in arguments.folds:
+                        data, test = problem(path, fold)
+                        found = run(method, kind, p, data, test, batch, epochs, checks, arguments.rate)
+                        result["runs"].setdefault(key, {})[str(fold)] = found
+                        report("finite_rank_tables", result, arguments.output)
+                    folds = result["runs"][key].values()
+                    for measure in ("nlml", "rmse"):
+                        values = [found[measure] for found in folds]
+                        print(f"  {method:<18} {measure} {np.mean(values):8.4f} ± {np.std(values):.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reduced", action="store_true", help="small and simulated, to see that everything runs")
+    parser.add_argument("--data", type=Path, nargs="*", help="npz files with X, y and test_mask")
+    parser.add_argument("--folds", type=int, nargs="*", default=[0])
+    parser.add_argument("--kernels", nargs="*", choices=["linear", "gaussian"], default=["linear", "gaussian"])
+    parser.add_argument("--methods", nargs="*", choices=METHODS, default=METHODS)
+    parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--checks", type=int, default=20, help="how often a run is judged")
+    parser.add_argument("--rate", type=float, default=3e-3, help="of Adam at the start")
+    parser.add_argument("--output", type=Path, help="folder for the result as JSON")
+    main(parser.parse_args())
