@@ -51,18 +51,21 @@ def profile(guide, lengthscale, variances, at: float, e_steps: int, X, y):
     """The bound at each variance: with what the guide keeps since an E-step `at` one of them, and after its own."""
     svi = SVI(model, guide, sgp.NaturalGradient(0.5, e_steps=e_steps, m_steps=0), sgp.QuadratureELBO())
 
-    def after_e_step(variance):
-        start = {"lengthscale": lengthscale, "variance": variance}
-        state = svi.init(jax.random.key(0), X, y, init_params=start)
-        return svi.get_params(svi.update(state, X, y)[0])
+    @jax.jit
+    def bounds(X, y):
+        def after_e_step(variance):
+            start = {"lengthscale": lengthscale, "variance": variance}
+            state = svi.init(jax.random.key(0), X, y, init_params=start)
+            return svi.get_params(svi.update(state, X, y)[0])
 
-    def bound(params, variance):
-        return -svi.loss.loss(jax.random.key(0), {**params, "variance": variance}, model, guide, X, y)
+        def bound(params, variance):
+            return -svi.loss.loss(jax.random.key(0), {**params, "variance": variance}, model, guide, X, y)
 
-    kept = jax.jit(after_e_step)(at)
-    frozen = jax.jit(jax.vmap(lambda variance: bound(kept, variance)))(variances)
-    best = jax.jit(jax.vmap(lambda variance: bound(after_e_step(variance), variance)))(variances)
-    return np.asarray(frozen), np.asarray(best)
+        kept = after_e_step(at)
+        own = jax.lax.map(lambda variance: bound(after_e_step(variance), variance), variances)
+        return jax.lax.map(lambda variance: bound(kept, variance), variances), own
+
+    return (np.asarray(value) for value in bounds(X, y))
 
 
 def main(num_iterations: int, e_steps: int, num_samples: int, resolution: int, output: Path) -> None:
