@@ -136,7 +136,7 @@ def test_cavities_of_counts_are_close_to_fitting_without_each_datum(name):
 @pytest.mark.slow
 @pytest.mark.once
 def test_cavities_of_banana_are_within_a_twentieth_of_a_nat_of_fitting_again():
-    table = np.loadtxt(Path(__file__).parents[1] / "benchmarks" / "data" / "banana.csv", delimiter=",", skiprows=3)
+    table = np.loadtxt(Path(__file__).parents[1] / "examples" / "data" / "banana.csv", delimiter=",", skiprows=3)
     X, y = table[:, :2], table[:, 2]
     rows = np.arange(0, len(y), 20)
 
