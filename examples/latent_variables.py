@@ -106,7 +106,7 @@ def main(num_latent: int, num_inducing: int, num_steps: int, output: Path) -> No
         middle.add_patch(Ellipse(centre, *(2 * 1.645 * size), color=color, alpha=0.2, linewidth=0))
     left.set(xlabel="component 1", ylabel="component 2", title="PCA")
     middle.set(xlabel=f"latent {first + 1}", ylabel=f"latent {second + 1}", title="GPLVM, 90 % of each coordinate")
-    middle.legend(frameon=False, title="regime")
+    left.legend(*middle.get_legend_handles_labels(), frameon=False, title="regime", loc="lower right", fontsize="small")
     right.bar(np.arange(num_latent), relevance[order], color="0.6")
     right.set_xticks(np.arange(num_latent), [str(number + 1) for number in order])
     right.set(xlabel="latent", ylabel="1 / lengthscale", title="relevance")

@@ -19,6 +19,7 @@ import numpyro
 from numpyro import handlers
 import numpyro.distributions as dist
 from numpyro.infer import SVI, Predictive
+from numpyro.infer.autoguide import AutoMultivariateNormal
 import optax
 from scipy.special import logsumexp
 
@@ -28,18 +29,19 @@ numpyro.enable_x64()
 
 SIDE = 10.0  # of the map, in km
 UNSURVEYED = (4.5, 8.5, 3.0, 7.0)  # west, east, south, north
-TRUTH = {"lengthscale": 1.5, "variance": 1.0, "intercept": 1.2, "slope": 0.5, "concentration": 3.0}
+TRUTH = {"lengthscale": 1.5, "variance": 1.0, "slope": 0.5, "concentration": 3.0}
 
 
 def model(X, soil, y=None, observed=True):
     """Counts y at places X, (N, 2) in km, with a covariate `soil`, (N,); only those `observed` inform the posterior."""
     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.5, 0.5))
     variance = numpyro.sample("variance", dist.LogNormal(0.0, 0.5))
-    intercept = numpyro.sample("intercept", dist.Normal(0.0, 2.0))
     slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
     concentration = numpyro.sample("concentration", dist.LogNormal(1.0, 1.0))
-    f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.Matern52(lengthscale, variance), X))
-    mean = numpyro.deterministic("mean", jnp.exp(intercept + slope * soil + f))
+    # The overall level is a part of f, by the constant kernel.
+    kernel = sgp.kernels.Matern52(lengthscale, variance) + sgp.kernels.Constant(4.0)
+    f = numpyro.sample("f", sgp.GaussianProcess(kernel, X))
+    mean = numpyro.deterministic("mean", jnp.exp(slope * soil + f))
     with numpyro.plate("sites", X.shape[0]), handlers.mask(mask=observed):
         numpyro.sample("y", dist.NegativeBinomial2(mean, concentration), obs=y)
 
@@ -50,8 +52,8 @@ def simulate(num_sites: int, grid: np.ndarray):
     X = rng.uniform(0.0, SIDE, size=(num_sites, 2))
     soil = rng.normal(size=num_sites)
     kernel = sgp.kernels.Matern52(TRUTH["lengthscale"], TRUTH["variance"])
-    f = sgp.GaussianProcess(kernel, np.concatenate([X, grid])).sample(jax.random.key(3))
-    mean = jnp.exp(TRUTH["intercept"] + TRUTH["slope"] * soil + f[:num_sites])
+    f = sgp.GaussianProcess(kernel, np.concatenate([X, grid]), mean=1.2).sample(jax.random.key(3))
+    mean = jnp.exp(TRUTH["slope"] * soil + f[:num_sites])
     y = dist.NegativeBinomial2(mean, TRUTH["concentration"]).sample(jax.random.key(4))
     west, east, south, north = UNSURVEYED
     inside = (X[:, 0] > west) & (X[:, 0] < east) & (X[:, 1] > south) & (X[:, 1] < north)
@@ -72,7 +74,8 @@ def main(num_sites: int, num_inducing: int, num_steps: int, num_samples: int, si
     X, soil, y, inside, lost, truth = simulate(num_sites, grid)
     observed = ~inside & ~lost
 
-    guide = sgp.AutoTSVGP(model, inducing=partial(sgp.kmeans, num_inducing=num_inducing))
+    inducing = partial(sgp.kmeans, num_inducing=num_inducing)
+    guide = sgp.AutoTSVGP(model, inducing=inducing, base=AutoMultivariateNormal)
     optim = sgp.NaturalGradient(step_size=0.5, others=optax.adam(2e-2))
     svi = SVI(model, guide, optim, sgp.QuadratureELBO())
     # What stands at the masked entries does not matter; zeros, so that no NaN needs explaining.
@@ -94,7 +97,7 @@ def main(num_sites: int, num_inducing: int, num_steps: int, num_samples: int, si
         low, high = np.quantile(replicates, [0.05, 0.95], axis=0)
         score = log_score(counts, draws["mean"][:, rows], draws["concentration"])
         print(
-            f"{rows.sum()} counts {name}: log score {score:.2f}, without f {log_score(counts, *constant):.2f}; "
+            f"{rows.sum()} counts {name}: log score {score:.2f}, without the model {log_score(counts, *constant):.2f}; "
             f"90 % intervals hold {np.mean((low <= counts) & (counts <= high)):.0%}"
         )
     # Shuffled from draw to draw at each site: what independent predictions of the sites would say of their sum.
@@ -103,19 +106,26 @@ def main(num_sites: int, num_inducing: int, num_steps: int, num_samples: int, si
         low, high = np.quantile(values.sum(axis=1), [0.05, 0.95])
         print(f"total of the square, 90 % interval by {name}: {low:.0f} to {high:.0f}; it was {counts.sum()}")
 
-    f = guide.posterior(jax.random.key(5), result.params, grid, np.zeros(len(grid)))["f"]
-    maps = {"log rate, simulated": truth, "posterior mean": f.mean, "posterior sd": np.sqrt(f.variance)}
-    figure, axes = plt.subplots(1, 3, figsize=(9, 3.3), layout="constrained", sharey=True)
-    limit = np.abs(truth).max()
+    def moments(key):
+        f = guide.posterior(key, result.params, grid, np.zeros(len(grid)))["f"]
+        return f.mean, f.variance
+
+    # Each key is a draw of the hyperparameters; given these, the moments of f are known.
+    means, variances = jax.lax.map(moments, jax.random.split(jax.random.key(5), 20))
+    sd = np.sqrt(variances.mean(axis=0) + means.var(axis=0))
+    maps = {"log rate, simulated": truth, "posterior mean": means.mean(axis=0), "posterior sd": sd}
+    figure, axes = plt.subplots(1, 3, figsize=(9, 2.9), layout="constrained", sharey=True)
+    west, east, south, north = UNSURVEYED
     for ax, (title, values) in zip(axes, maps.items(), strict=True):
-        signed = {"cmap": "RdBu_r", "vmin": -limit, "vmax": limit}
-        scale = {"cmap": "viridis", "vmin": 0.0} if title == "posterior sd" else signed
+        last = title == "posterior sd"
+        scale = {"cmap": "magma", "vmin": 0.0} if last else {"vmin": truth.min(), "vmax": truth.max()}
         extent = {"origin": "lower", "extent": (0, SIDE, 0, SIDE), "interpolation": "bilinear"}
         image = ax.imshow(np.reshape(values, (side, side)), **extent, **scale)
-        west, east, south, north = UNSURVEYED
-        ax.add_patch(Rectangle((west, south), east - west, north - south, fill=False, linestyle="--", edgecolor="k"))
+        color = "k" if last else "w"
+        ax.add_patch(Rectangle((west, south), east - west, north - south, fill=False, linestyle="--", edgecolor=color))
         ax.set(title=title, xlabel="east (km)", xlim=(0, SIDE), ylim=(0, SIDE))
-        figure.colorbar(image, ax=ax, shrink=0.8)
+        if ax is not axes[0]:
+            figure.colorbar(image, ax=axes[:2] if not last else ax, shrink=0.9)
     axes[0].set_ylabel("north (km)")
     axes[2].plot(*X[observed].T, ".", color="w", markersize=1.2)
     figure.savefig(output, dpi=110)

@@ -130,17 +130,20 @@ def main(num_rounds: int, num_runs: int, effort: tuple[int, int, int, int], outp
     ticks = np.linspace(0.0, 1.0, 80)
     grid = np.stack(np.meshgrid(ticks, ticks), axis=-1)
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(9.5, 3.3), layout="constrained")
-    levels = np.geomspace(1.0, 300.0, 12)
-    left.contourf(ticks, ticks, branin(grid), levels=levels, norm="log", cmap="Blues_r", extend="both")
-    left.plot(*X[:START].T, "o", color="w", markersize=4, markeredgecolor="k", markeredgewidth=0.5, label="at random")
-    left.plot(*X[START:].T, "o", color="C1", markersize=4, markeredgecolor="k", markeredgewidth=0.5, label="by draws")
+    levels = np.geomspace(LEAST, 320.0, 14)
+    left.contourf(ticks, ticks, branin(grid), levels=levels, norm="log", cmap="Blues_r")
+    dots = {"marker": "o", "linestyle": "", "markersize": 4, "markeredgecolor": "k", "markeredgewidth": 0.5}
+    left.plot(*X[:START].T, color="w", label="at random", clip_on=False, **dots)
+    left.plot(*X[START:].T, color="C1", label="by draws", clip_on=False, **dots)
     left.set(xlabel="input 1", ylabel="input 2", title="evaluations on the function", aspect="equal")
     left.legend(frameon=True, fontsize="small", loc="upper right")
     draws = np.asarray(functions(grid.reshape(-1, 2))).reshape(BATCH, 80, 80)
     for number, values in enumerate(draws):
         color = f"C{number}"
-        middle.contour(ticks, ticks, values, levels=np.quantile(values, [0.05, 0.15]), colors=color, linewidths=0.8)
-        middle.plot(*X[-BATCH + number], "*", color=color, markersize=11, markeredgecolor="k", markeredgewidth=0.5)
+        middle.contour(
+            ticks, ticks, values, levels=np.quantile(values, [0.05, 0.15]), colors=color, linewidths=0.8, linestyles="-"
+        )
+        middle.plot(*X[-BATCH + number], color=color, **dots | {"marker": "*", "markersize": 11}, clip_on=False)
     middle.set(xlabel="input 1", title="four draws, last round", aspect="equal", xlim=(0, 1), ylim=(0, 1))
     for (name, curve), color in zip(curves.items(), ("C1", "0.5"), strict=True):
         low, median, high = np.quantile(curve, [0.1, 0.5, 0.9], axis=0)
@@ -162,4 +165,4 @@ if __name__ == "__main__":
     if arguments.smoke:
         main(2, 2, (5, 8, 5, 64), arguments.output)
     else:
-        main(14, 10, (150, 64, 60, 512), arguments.output)
+        main(14, 8, (150, 40, 60, 512), arguments.output)
