@@ -122,8 +122,10 @@ def main(num_steps: int, num_rows: int, num_sets: int, output: Path) -> None:
         ax.set(xlabel="x", ylabel="y", title=f"{name} kernel, 90 % band of f", ylim=(-2.3, 2.3))
     features = np.asarray(network(shown["deep"][1]["network"], grid))
     for number in range(features.shape[1]):
-        axes[2].plot(grid[:, 0], features[:, number], color=f"C{number + 2}", label=f"feature {number + 1}")
-    axes[2].set(xlabel="x", ylabel="features, in lengthscales", title="what the network does")
+        axes[2].plot(
+            grid[:, 0], features[:, number] - features[0, number], color=f"C{number + 2}", label=f"feature {number + 1}"
+        )
+    axes[2].set(xlabel="x", ylabel="change from the left, in lengthscales", title="what the network does")
     axes[2].legend(frameon=False)
     figure.savefig(output, dpi=110)
     print(f"figure written to {output}")

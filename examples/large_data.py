@@ -145,20 +145,20 @@ def main(X, y, num_inducing: int, batch_size: int, num_steps: int, output: Path)
     checks = stopping.every * np.arange(1, len(stopping.losses) + 1)
     left.plot(checks, np.array(stopping.losses) / len(training), "C3.-", markersize=4, label="held-out rows")
     left.set(xlabel="step", ylabel="loss of a row", ylim=(None, np.quantile(smooth, 0.98)))
-    left.legend(frameon=False)
+    left.legend(frameon=False, fontsize="small", loc="upper right")
     # A flight of average length: the arrival moves with the departure.
-    departure = np.linspace(6 * 60, 22 * 60, 100)
+    departure = np.linspace(6 * 60, 21 * 60, 100)
     typical = np.median(X[training], axis=0)
     for color, month, name in (("C0", 10, "October"), ("C1", 7, "July")):
         what_if = np.tile(typical, (len(departure), 1))
-        what_if[:, 3], what_if[:, 4], what_if[:, 7] = departure, np.minimum(departure + 160.0, 1440.0), month
+        what_if[:, 3], what_if[:, 4], what_if[:, 7] = departure, departure + 160.0, month
         f = guide.posterior(jax.random.key(2), params, ((what_if - centre) / spread).astype("float32"))["f"]
         low, mean, high = (y_centre + y_spread * np.asarray(f.quantile(p)) for p in (0.05, 0.5, 0.95))
         middle.fill_between(departure / 60, low, high, color=color, alpha=0.3, linewidth=0)
         middle.plot(departure / 60, mean, color=color, label=name)
         line = ((what_if - centre) / spread) @ linear["weights"] + linear["offset"]
         middle.plot(departure / 60, y_centre + y_spread * line, color=color, linestyle=":")
-    middle.set(xlabel="departure (hour of the day)", ylabel="typical delay (min), 90 % band", xticks=range(6, 23, 4))
+    middle.set(xlabel="departure (hour of the day)", ylabel="typical delay (min), 90 % band", xticks=range(6, 22, 3))
     middle.legend(frameon=False)
     relevance = 1.0 / np.asarray(params["lengthscale"])
     ranked = np.argsort(relevance)
@@ -187,4 +187,4 @@ if __name__ == "__main__":
     if arguments.smoke:
         main(X, y, 30, 200, 50, arguments.output)
     else:
-        main(X, y, 300, 1000, 5000, arguments.output)
+        main(X, y, 200, 500, 5000, arguments.output)

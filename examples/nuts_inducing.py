@@ -108,7 +108,9 @@ def main(num_warmup: int, num_samples: int, num_steps: int, output: Path) -> Non
     ax.fill_between(X_new[:, 0], bands["NUTS"][0], bands["NUTS"][2], color="0.55", alpha=0.4, linewidth=0)
     ax.plot(X_new[:, 0], bands["NUTS"][1], color="0.4", label="NUTS, median and 90 % band")
     for quantile, style in zip(bands["SVI"], ("--", "-", "--"), strict=True):
-        ax.plot(X_new[:, 0], quantile, style, color="C0", linewidth=1.2, label="SVI" if style == "-" else None)
+        ax.plot(
+            X_new[:, 0], quantile, style, color="C0", linewidth=1.2, label="SVI, the same" if style == "-" else None
+        )
     times = np.repeat(X[:, 0], y)
     ax.plot(times, np.full(len(times), -0.15), "|k", markersize=5, alpha=0.5, clip_on=False, label="disasters")
     ax.set(xlabel="year", ylabel="disasters per year", xlim=(X.min(), X.max()), ylim=(-0.3, None))

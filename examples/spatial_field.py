@@ -114,7 +114,7 @@ def main(num_sites: int, num_inducing: int, num_steps: int, num_samples: int, si
     means, variances = jax.lax.map(moments, jax.random.split(jax.random.key(5), 20))
     sd = np.sqrt(variances.mean(axis=0) + means.var(axis=0))
     maps = {"log rate, simulated": truth, "posterior mean": means.mean(axis=0), "posterior sd": sd}
-    figure, axes = plt.subplots(1, 3, figsize=(9, 2.9), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(1, 3, figsize=(9, 3.2), layout="constrained", sharey=True)
     west, east, south, north = UNSURVEYED
     for ax, (title, values) in zip(axes, maps.items(), strict=True):
         last = title == "posterior sd"
