@@ -10,7 +10,6 @@ Statistics, CC0) or from a file. With --smoke they are simulated.
 """
 
 import argparse
-from functools import partial
 import importlib.util
 from pathlib import Path
 import time
@@ -88,15 +87,6 @@ def linear_model(X, y=None, num_data=None):
         numpyro.sample("y", dist.StudentT(df, X @ weights + offset, scale), obs=y)
 
 
-def report(name: str, y, location, log_density) -> None:
-    """Errors in minutes, and the negative log density of a delay in minutes."""
-    error = np.asarray(y - location)
-    print(
-        f"{name:24s} mean absolute error {np.abs(error).mean():.2f} min, rmse {np.sqrt((error**2).mean()):.2f} min, "
-        f"negative log density {-np.mean(log_density):.3f}"
-    )
-
-
 def main(X, y, num_inducing: int, batch_size: int, num_steps: int, output: Path) -> None:
     """Train on nine tenths, compare with a linear model on the rest, draw the figure."""
     order = np.random.default_rng(0).permutation(len(X))
@@ -106,7 +96,8 @@ def main(X, y, num_inducing: int, batch_size: int, num_steps: int, output: Path)
     inputs, outcomes = (X - centre) / spread, (y - y_centre) / y_spread
     rows = {"batch_size": batch_size, "num_steps": num_steps, "progress_bar": False}
 
-    guide = sgp.AutoTSVGP(model, inducing=partial(sgp.kmeans, num_inducing=num_inducing), learn_inducing=True)
+    Z = sgp.kmeans(None, inputs[training[:20_000]], num_inducing=num_inducing)
+    guide = sgp.AutoTSVGP(model, inducing=Z, learn_inducing=True)
     # On minibatches ρ is small, and both step sizes decrease.
     adam = optax.adam(optax.cosine_decay_schedule(1e-2, num_steps))
     optim = sgp.NaturalGradient(optax.linear_schedule(0.1, 0.02, num_steps), others=adam)
@@ -125,18 +116,27 @@ def main(X, y, num_inducing: int, batch_size: int, num_steps: int, output: Path)
     linear_svi = SVI(linear_model, AutoDelta(linear_model), adam, Trace_ELBO())
     linear = sgp.fit(linear_svi, jax.random.key(0), data, **rows).params
 
-    in_minutes = np.log(y_spread)
-    ordinary = np.linalg.lstsq(np.c_[inputs[training], np.ones(len(training))], outcomes[training])[0]
-    location = np.c_[inputs[test], np.ones(len(test))] @ ordinary
-    residual = np.std(outcomes[training] - np.c_[inputs[training], np.ones(len(training))] @ ordinary)
-    density = stats.norm.logpdf(outcomes[test], location, residual) - in_minutes
-    report("linear, Normal", y[test], y_centre + y_spread * location, density)
-    location = inputs[test] @ linear["weights"] + linear["offset"]
-    density = dist.StudentT(linear["df"], location, linear["scale"]).log_prob(outcomes[test]) - in_minutes
-    report("linear, Student-t", y[test], y_centre + y_spread * location, density)
-    q = guide.posterior(jax.random.key(1), params, inputs[test])["f"]
-    at_f = lambda f: jnp.exp(dist.StudentT(params["df"], f, params["scale"]).log_prob(outcomes[test]))  # noqa: E731
-    report("sparse GP, Student-t", y[test], y_centre + y_spread * q.mean, jnp.log(q.expectation(at_f)) - in_minutes)
+    y_test, truth = outcomes[test], y[test]
+    design = np.c_[inputs, np.ones(len(inputs))]
+    ordinary = np.linalg.lstsq(design[training], outcomes[training])[0]
+    residual = np.std(outcomes[training] - design[training] @ ordinary)
+    straight = inputs[test] @ linear["weights"] + linear["offset"]
+    f = guide.posterior(jax.random.key(1), params, inputs[test])["f"]
+
+    def density(value):
+        """p(y | f) of the sparse GP, in units of the standardised outcome."""
+        return jnp.exp(dist.StudentT(params["df"], value, params["scale"]).log_prob(y_test))
+
+    for name, location, log_density in (
+        ("linear, Normal", design[test] @ ordinary, stats.norm.logpdf(y_test, design[test] @ ordinary, residual)),
+        ("linear, Student-t", straight, dist.StudentT(linear["df"], straight, linear["scale"]).log_prob(y_test)),
+        ("sparse GP, Student-t", f.mean, jnp.log(f.expectation(density))),
+    ):
+        error = np.asarray(truth - (y_centre + y_spread * location))
+        print(
+            f"{name:20s} absolute error {np.abs(error).mean():.2f} min, rmse {np.sqrt((error**2).mean()):.2f} min, "
+            f"negative log density {np.log(y_spread) - np.mean(log_density):.3f}"
+        )
 
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(9.5, 3.4), layout="constrained")
     window = max(steps // 50, 1)
