@@ -116,10 +116,11 @@ def main(num_steps: int, num_rows: int, num_sets: int, output: Path) -> None:
 
     figure, axes = plt.subplots(1, 3, figsize=(9, 3.3), layout="constrained", width_ratios=(1.3, 1.3, 1.0))
     for ax, name, color in zip(axes, ("plain", "deep"), ("C1", "C0"), strict=False):
-        ax.plot(*shown["data"], ".", color="0.7", markersize=3)
+        ax.plot(*shown["data"], ".", color="0.7", markersize=3, label="data")
         plot_band(shown[name][0], levels=(0.9,), color=color, ax=ax)
-        ax.plot(grid[:, 0], jump(grid), "k", linewidth=0.7)
+        ax.plot(grid[:, 0], jump(grid), "k", linewidth=0.7, label="truth")
         ax.set(xlabel="x", ylabel="y", title=f"{name} kernel, 90 % band of f", ylim=(-2.3, 2.3))
+    axes[0].legend(frameon=False, loc="lower right")
     features = np.asarray(network(shown["deep"][1]["network"], grid))
     for number in range(features.shape[1]):
         axes[2].plot(

@@ -93,20 +93,20 @@ def main(num_latent: int, num_inducing: int, num_steps: int, output: Path) -> No
         print(f"{count} of {len(Y)} flows have a nearest neighbour of another regime, by {name}")
 
     figure, (left, middle, right) = plt.subplots(
-        1, 3, figsize=(9, 3.4), layout="constrained", width_ratios=(1.0, 1.25, 0.75)
+        1, 3, figsize=(9, 3.6), layout="constrained", width_ratios=(1.0, 1.25, 0.75)
     )
     colors = np.array(["C0", "C1", "C2"])
     for regime in range(3):
         rows = labels == regime
         left.plot(*start[rows, :2].T, ".", color=colors[regime], markersize=5)
         middle.plot(
-            mean[rows, first], mean[rows, second], ".", color=colors[regime], markersize=5, label=f"{regime + 1}"
+            mean[rows, first], mean[rows, second], ".", color=colors[regime], markersize=5, label=f"regime {regime + 1}"
         )
     for centre, size, color in zip(mean[:, [first, second]], scale[:, [first, second]], colors[labels], strict=True):
         middle.add_patch(Ellipse(centre, *(2 * 1.645 * size), color=color, alpha=0.2, linewidth=0))
     left.set(xlabel="component 1", ylabel="component 2", title="PCA")
     middle.set(xlabel=f"latent {first + 1}", ylabel=f"latent {second + 1}", title="GPLVM, 90 % of each coordinate")
-    left.legend(*middle.get_legend_handles_labels(), frameon=False, title="regime", loc="lower right", fontsize="small")
+    figure.legend(*middle.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     right.bar(np.arange(num_latent), relevance[order], color="0.6")
     right.set_xticks(np.arange(num_latent), [str(number + 1) for number in order])
     right.set(xlabel="latent", ylabel="1 / lengthscale", title="relevance")

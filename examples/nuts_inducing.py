@@ -122,7 +122,7 @@ def main(num_warmup: int, num_samples: int, num_steps: int, output: Path) -> Non
         bins = np.linspace(low, high, 41)
         ax.hist(np.asarray(draws["NUTS"][name]), bins, density=True, color="0.55", alpha=0.4)
         ax.hist(np.asarray(draws["SVI"][name]), bins, density=True, color="C0", histtype="step", linewidth=1.2)
-        ax.set(xlabel=label, yticks=[], xlim=(low, high))
+        ax.set(xlabel=label, ylabel="density", yticks=[], xlim=(low, high))
     figure.savefig(output, dpi=110)
     print(f"figure written to {output}")
 

@@ -113,19 +113,21 @@ def main(num_sites: int, num_inducing: int, num_steps: int, num_samples: int, si
     # Each key is a draw of the hyperparameters; given these, the moments of f are known.
     means, variances = jax.lax.map(moments, jax.random.split(jax.random.key(5), 20))
     sd = np.sqrt(variances.mean(axis=0) + means.var(axis=0))
-    maps = {"log rate, simulated": truth, "posterior mean": means.mean(axis=0), "posterior sd": sd}
-    figure, axes = plt.subplots(1, 3, figsize=(9, 3.2), layout="constrained", sharey=True)
+    maps = {"simulated": truth, "posterior mean": means.mean(axis=0), "posterior standard deviation": sd}
+    figure, axes = plt.subplots(1, 3, figsize=(9, 3.4), layout="constrained", sharey=True)
     west, east, south, north = UNSURVEYED
     for ax, (title, values) in zip(axes, maps.items(), strict=True):
-        last = title == "posterior sd"
+        last = values is sd
         scale = {"cmap": "magma", "vmin": 0.0} if last else {"vmin": truth.min(), "vmax": truth.max()}
         extent = {"origin": "lower", "extent": (0, SIDE, 0, SIDE), "interpolation": "bilinear"}
         image = ax.imshow(np.reshape(values, (side, side)), **extent, **scale)
         color = "k" if last else "w"
         ax.add_patch(Rectangle((west, south), east - west, north - south, fill=False, linestyle="--", edgecolor=color))
-        ax.set(title=title, xlabel="east (km)", xlim=(0, SIDE), ylim=(0, SIDE))
+        ax.set(xlabel="east (km)", xlim=(0, SIDE), ylim=(0, SIDE), xticks=range(0, 11, 2))
+        ax.set_title(title, fontsize="medium")
         if ax is not axes[0]:
-            figure.colorbar(image, ax=axes[:2] if not last else ax, shrink=0.9)
+            label = "sd of the log rate" if last else "log rate"
+            figure.colorbar(image, ax=ax if last else axes[:2], shrink=0.85, label=label)
     axes[0].set_ylabel("north (km)")
     axes[2].plot(*X[observed].T, ".", color="w", markersize=1.2)
     figure.savefig(output, dpi=110)

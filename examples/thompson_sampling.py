@@ -129,14 +129,14 @@ def main(num_rounds: int, num_runs: int, effort: tuple[int, int, int, int], outp
     X, functions = runs[0]
     ticks = np.linspace(0.0, 1.0, 80)
     grid = np.stack(np.meshgrid(ticks, ticks), axis=-1)
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(9.5, 3.3), layout="constrained")
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(9.5, 3.5), layout="constrained")
     levels = np.geomspace(LEAST, 320.0, 14)
     left.contourf(ticks, ticks, branin(grid), levels=levels, norm="log", cmap="Blues_r")
     dots = {"marker": "o", "linestyle": "", "markersize": 4, "markeredgecolor": "k", "markeredgewidth": 0.5}
     left.plot(*X[:START].T, color="w", label="at random", clip_on=False, **dots)
     left.plot(*X[START:].T, color="C1", label="by draws", clip_on=False, **dots)
     left.set(xlabel="input 1", ylabel="input 2", title="evaluations on the function", aspect="equal")
-    left.legend(frameon=True, fontsize="small", loc="upper right")
+    left.legend(frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2), columnspacing=1.0)
     draws = np.asarray(functions(grid.reshape(-1, 2))).reshape(BATCH, 80, 80)
     for number, values in enumerate(draws):
         color = f"C{number}"
@@ -144,7 +144,9 @@ def main(num_rounds: int, num_runs: int, effort: tuple[int, int, int, int], outp
             ticks, ticks, values, levels=np.quantile(values, [0.05, 0.15]), colors=color, linewidths=0.8, linestyles="-"
         )
         middle.plot(*X[-BATCH + number], color=color, **dots | {"marker": "*", "markersize": 11}, clip_on=False)
-    middle.set(xlabel="input 1", title="four draws, last round", aspect="equal", xlim=(0, 1), ylim=(0, 1))
+    middle.set(
+        xlabel="input 1", ylabel="input 2", title="four draws, last round", aspect="equal", xlim=(0, 1), ylim=(0, 1)
+    )
     for (name, curve), color in zip(curves.items(), ("C1", "0.5"), strict=True):
         low, median, high = np.quantile(curve, [0.1, 0.5, 0.9], axis=0)
         evaluations = np.arange(1, size + 1)
