@@ -18,7 +18,7 @@ import numpy as np
 import numpyro
 from numpyro import handlers
 import numpyro.distributions as dist
-from numpyro.infer import SVI, Predictive
+from numpyro.infer import SVI, Predictive, init_to_median
 from numpyro.infer.autoguide import AutoMultivariateNormal
 import optax
 from scipy.special import logsumexp
@@ -75,8 +75,9 @@ def main(num_sites: int, num_inducing: int, num_steps: int, num_samples: int, si
     observed = ~inside & ~lost
 
     inducing = partial(sgp.kmeans, num_inducing=num_inducing)
-    guide = sgp.AutoTSVGP(model, inducing=inducing, base=AutoMultivariateNormal)
-    optim = sgp.NaturalGradient(step_size=0.5, others=optax.adam(2e-2))
+    base = partial(AutoMultivariateNormal, init_loc_fn=init_to_median)
+    guide = sgp.AutoTSVGP(model, inducing=inducing, base=base)
+    optim = sgp.NaturalGradient(step_size=0.5, others=optax.adam(optax.cosine_decay_schedule(5e-2, num_steps)))
     svi = SVI(model, guide, optim, sgp.QuadratureELBO())
     # What stands at the masked entries does not matter; zeros, so that no NaN needs explaining.
     result = svi.run(
@@ -114,7 +115,7 @@ def main(num_sites: int, num_inducing: int, num_steps: int, num_samples: int, si
     means, variances = jax.lax.map(moments, jax.random.split(jax.random.key(5), 20))
     sd = np.sqrt(variances.mean(axis=0) + means.var(axis=0))
     maps = {"simulated": truth, "posterior mean": means.mean(axis=0), "posterior standard deviation": sd}
-    figure, axes = plt.subplots(1, 3, figsize=(9, 3.4), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(1, 3, figsize=(9.5, 3.0), layout="constrained", sharey=True)
     west, east, south, north = UNSURVEYED
     for ax, (title, values) in zip(axes, maps.items(), strict=True):
         last = values is sd
@@ -127,7 +128,7 @@ def main(num_sites: int, num_inducing: int, num_steps: int, num_samples: int, si
         ax.set_title(title, fontsize="medium")
         if ax is not axes[0]:
             label = "sd of the log rate" if last else "log rate"
-            figure.colorbar(image, ax=ax if last else axes[:2], shrink=0.85, label=label)
+            figure.colorbar(image, ax=ax if last else axes[:2], shrink=0.95, label=label)
     axes[0].set_ylabel("north (km)")
     axes[2].plot(*X[observed].T, ".", color="w", markersize=1.2)
     figure.savefig(output, dpi=110)
