@@ -154,4 +154,4 @@ if __name__ == "__main__":
     if arguments.smoke:
         main(20, 50, 20, 2, arguments.output)
     else:
-        main(500, 1000, 500, 100, arguments.output)
+        main(1000, 1000, 500, 60, arguments.output)
