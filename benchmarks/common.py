@@ -40,7 +40,7 @@ def report(name: str, result: dict, folder: Path | None) -> None:
 
 def banana() -> tuple[np.ndarray, np.ndarray]:
     """The 400 training points of the banana classification set: X (400, 2), y in {0, 1}."""
-    table = np.loadtxt(HERE / "data" / "banana.csv", delimiter=",", skiprows=3)
+    table = np.loadtxt(HERE.parent / "examples" / "data" / "banana.csv", delimiter=",", skiprows=3)
     return table[:, :2], table[:, 2]
 
 

@@ -310,7 +310,7 @@ def test_at_the_optimum_of_the_e_step_the_gradient_of_hyperparameters_is_that_at
 
 
 def banana(rows):
-    path = Path(__file__).parents[1] / "benchmarks" / "data" / "banana.csv"
+    path = Path(__file__).parents[1] / "examples" / "data" / "banana.csv"
     table = np.loadtxt(path, delimiter=",", skiprows=3, max_rows=rows)
     return table[:, :2], table[:, 2]
 

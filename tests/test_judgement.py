@@ -13,6 +13,8 @@ from numpyro import handlers
 import numpyro.distributions as dist
 from numpyro.infer import SVI, init_to_value
 from numpyro.infer.autoguide import AutoDelta, AutoMultivariateNormal
+from numpyro.infer.calibration import vsbc_diagnostic
+from numpyro.primitives import Messenger
 import optax
 import oracles
 import pytest
@@ -137,7 +139,7 @@ def test_cavities_of_counts_are_close_to_fitting_without_each_datum(name):
 @pytest.mark.slow
 @pytest.mark.once
 def test_cavities_of_banana_are_within_a_twentieth_of_a_nat_of_fitting_again():
-    table = np.loadtxt(Path(__file__).parents[1] / "benchmarks" / "data" / "banana.csv", delimiter=",", skiprows=3)
+    table = np.loadtxt(Path(__file__).parents[1] / "examples" / "data" / "banana.csv", delimiter=",", skiprows=3)
     X, y = table[:, :2], table[:, 2]
     rows = np.arange(0, len(y), 20)
 
@@ -436,6 +438,71 @@ def test_intervals_cover_what_was_simulated(likelihood):
 def oracle_kernel(inputs):
     squared = jnp.square(inputs[:, None, 0] - inputs[None, :, 0])
     return jnp.exp(-0.5 * squared / 0.8**2) + 1e-8 * jnp.eye(len(inputs))
+
+
+# NumPyro's variational simulation-based calibration.
+
+
+def with_effect(X, y=None):
+    effect = numpyro.sample("effect", dist.Normal(0.0, 1.0))
+    f = numpyro.sample("f", sgp.GaussianProcess(SquaredExponential(0.8), X, jitter=JITTER))
+    group = jnp.where(jnp.arange(X.shape[0]) % 2 == 0, 1.0, -1.0)
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(f + effect * group, NOISE), obs=y)
+
+
+class Distorted(Messenger):
+    """What is drawn from a guide, moved by `shift` standard deviations, and `scale` times as wide."""
+
+    def __init__(self, shift, scale):
+        self.shift, self.scale = shift, scale
+        super().__init__()
+
+    def process_message(self, msg):
+        if msg["type"] == "sample" and not msg["is_observed"]:
+            q = msg["fn"]
+            value = q.sample(numpyro.prng_key()) if msg["value"] is None else msg["value"]
+            msg["value"] = q.mean + self.scale * (value - q.mean) + self.shift * jnp.sqrt(q.variance)
+
+
+@pytest.mark.slow
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("shift", "scale", "symmetric", "uniform"),
+    [(0.0, 1.0, True, True), (1.0, 1.0, False, False), (0.0, 0.25, True, False)],
+    ids=["right", "shifted", "too narrow"],
+)
+def test_vsbc_sees_a_shift_and_its_probabilities_a_wrong_width_in_gps_and_other_latents(
+    shift, scale, symmetric, uniform
+):
+    inputs = np.linspace(-2.0, 2.0, 24)[:, None]
+    fitted_guide = sgp.AutoTSVGP(with_effect, np.linspace(-2.0, 2.0, 9)[:, None])
+
+    def guide(X, y=None):
+        if numpyro.get_mask() is not False:
+            return fitted_guide(X, y)
+        with Distorted(shift, scale):  # drawing, after the fit
+            return fitted_guide(X, y)
+
+    result = vsbc_diagnostic(
+        jax.random.PRNGKey(1),
+        with_effect,
+        guide,
+        sgp.NaturalGradient(1.0, optax.adam(optax.cosine_decay_schedule(0.1, 80))),
+        sgp.QuadratureELBO(),
+        inputs,
+        observed_sites=["y"],
+        num_simulations=100,
+        num_svi_steps=80,
+        num_samples=200,
+    )
+    assert result.param_names == ("effect", "f")
+    # NumPyro's test compares p with 1 − p, so it is about bias. That p is uniform is about the width too.
+    for site, p in result.probabilities.items():
+        bias = np.reshape(result.ks_pvalues[site], -1)
+        width = np.array([stats.kstest(entry, "uniform").pvalue for entry in p.reshape(100, -1).T])
+        for pvalues, right in ((bias, symmetric), (width, uniform)):
+            assert pvalues.min() > 1e-3 / len(pvalues) if right else pvalues.max() < 1e-3, (site, pvalues)
 
 
 # Mistakes.
