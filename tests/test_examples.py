@@ -1,21 +1,9 @@
-"""Every example and benchmark runs: examples with `--smoke`, benchmarks with `--reduced`."""
+"""Every example runs with `--smoke`, is listed, and has a page with its script and its figure."""
 
-from pathlib import Path
 import re
-import subprocess
-import sys
 
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def run(script: Path, *arguments: str) -> str:
-    command = [sys.executable, str(script), *arguments]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
+from scripts import ROOT, run
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 FRONT_PAGE = (ROOT / "docs" / "gallery.md").read_text("utf-8")
@@ -43,18 +31,3 @@ def test_example_runs_and_writes_its_figure(script, tmp_path):
     output = run(script, "--smoke", "--output", str(tmp_path / "figure.png"))
     assert (tmp_path / "figure.png").stat().st_size > 10_000
     assert "figure written" in output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "script",
-    sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "common"),
-    ids=lambda path: path.stem,
-)
-def test_benchmark_runs_in_its_reduced_mode_and_prints_versions_and_device(script, tmp_path):
-    figure = tmp_path / "figure.png"
-    draws = '"--figure"' in script.read_text("utf-8")
-    output = run(script, "--reduced", "--output", str(tmp_path), *(["--figure", str(figure)] if draws else []))
-    assert re.search(r'"jax": "[\d.]+".*"device": ', output)
-    assert (tmp_path / f"{script.stem}.json").exists()
-    assert not draws or figure.stat().st_size > 10_000
