@@ -130,6 +130,7 @@ class FeatureMap(AbstractFiniteRank):
 
     @property
     def rank(self) -> int:
+        """The number of features, r."""
         if self.size is None:
             msg = "The rank of this `FeatureMap` is what `fn` returns. Pass `size=` where it is needed before that."
             raise ValueError(msg)
@@ -302,6 +303,7 @@ class InducingBasis(AbstractFiniteRank):
 
     @property
     def rank(self) -> int:
+        """The number of features, r."""
         return self._inducing.num_inducing
 
     def features(self, X: ArrayLike, index: ArrayLike | None = None) -> Array:
@@ -390,6 +392,7 @@ class HilbertSpace(AbstractFiniteRank):
 
     @property
     def rank(self) -> int:
+        """The number of features, r."""
         return math.prod(self._numbers)
 
     def _frequencies(self, index: ArrayLike | None, dtype: Any) -> Array:
@@ -453,6 +456,7 @@ class Expanded(AbstractFiniteRank):
 
     @property
     def rank(self) -> int:
+        """The number of features, r."""
         msg = "The rank of this kernel depends on the inputs: it is the last axis of `features(X)`."
         raise ValueError(msg)
 

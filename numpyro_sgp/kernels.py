@@ -277,7 +277,7 @@ class Stationary(Kernel):
     def frequencies(
         self, rng_key: Array, num: int, D: int, batch_shape: tuple[int, ...], dtype: jax.typing.DTypeLike
     ) -> Array:
-        """Draws ω with g(r²) = E cos(ωᵀ(x − z)) at lengthscale one, (*batch_shape, num, D).
+        """Draws ω with g(r²) = E cos(ωᵀ(x − z)) at lengthscale one, batch_shape + (num, D).
 
         Args:
             rng_key: a key.

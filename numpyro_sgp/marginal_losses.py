@@ -242,7 +242,8 @@ class CompositionalMarginalLikelihood(_MarginalLikelihood):
 
     References:
         Shoham and Avron (2025), "Unbiased stochastic optimization for Gaussian processes on finite dimensional RKHS",
-        section 3.2, with n/|S| in both steps; Wang, Fang and Liu (2017), "Stochastic compositional gradient descent".
+        section 3.2, with the scale N/B in both steps; Wang, Fang and Liu (2017), "Stochastic compositional gradient
+        descent".
     """
 
     parametrization = "averaged"
@@ -323,8 +324,9 @@ class MinimaxMarginalLikelihood(_MarginalLikelihood):
     `parametrization="root"` has.
 
     Args:
-        form: "whitened", |I − L⁻¹F L⁻ᵀ|, whose minimum is that of the evidence when the penalty is √r or more; or
-            "printed", |Ã − F|/|Ã|, which needs |F| |F⁻¹| ≥ r for that, and is badly conditioned there.
+        form: "whitened", the Frobenius norm of I − L⁻¹F L⁻ᵀ, whose minimum is that of the evidence when the penalty is
+            √r or more; or "printed", that of Ã − F over that of Ã, which needs the condition number of F in that norm,
+            r or more, and is badly conditioned there.
         penalty: μ; None for 1.2 √r ("whitened") and 1 ("printed", as the paper has it).
         num_particles: 1.
 

@@ -231,6 +231,9 @@ def test_the_average_survives_a_run(stable_update):
     assert average["step"] == 60
     assert_allclose(average["F"], F, rtol=1e-9)
     assert_allclose(average["noise"], S2, rtol=1e-12)
+    if stable_update:  # and is found where the posterior is judged
+        data = sgp.to_arviz(jax.random.key(1), svi, result, X, Y, num_samples=2)
+        assert np.isfinite(data["posterior"]["f"]).all()
 
 
 def with_a_kink(X, y=None):

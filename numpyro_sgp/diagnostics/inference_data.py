@@ -188,7 +188,7 @@ class _Draws:
             if msg["type"] == "sample" and msg["value"] is None and isinstance(unwrap(msg["fn"]), SparsePosterior):
                 name, q = msg["name"], cast(SparsePosterior, unwrap(msg["fn"]))
                 site_key = jax.random.fold_in(key_f, len(log_ratios))
-                f, log_ratios[name] = _draw_process(self.guide, params, name, q, site_key, batch_of(name))
+                f, log_ratios[name] = _draw_process(self.guide, values, name, q, site_key, batch_of(name))
                 return f
             return None
 
