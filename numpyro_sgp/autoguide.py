@@ -331,8 +331,12 @@ class AbstractAutoSparseGP(AutoGuide):
                 self._model_for_base.latents = names
 
         # The base guide's samples are shown by the model's run below, in the model's order; the rest passes through.
+        # Autoguides leave the Jacobians out of their densities under a mask of False, which they inspect; diagnostics
+        # need them.
         def hides(msg: dict) -> bool:
-            return msg["type"] == "sample" and not msg["infer"].get("is_auxiliary")
+            if msg["type"] == "sample":
+                return not msg["infer"].get("is_auxiliary")
+            return predicting and msg["type"] == "inspect"
 
         with _explained(), handlers.block(hide_fn=hides), handlers.trace() as base_trace:
             self.base(*args, **kwargs)

@@ -330,19 +330,21 @@ class Decoupled(AbstractPosteriorFamily):
     ) -> Moments:
         """The covariance of the full parametrisation, with a mean of zero."""
         kernel, dtype = prior.kernel, prior.X.dtype
-        nothing, no_mean = jnp.zeros((*batch_shape, 0), dtype), jnp.zeros((0, prior.X.shape[-2]), dtype)
         if beta is None:
             empty, kff = jnp.zeros((0, 0), dtype), kernel(prior.X)
             A = jnp.zeros((*kff.shape[:-1], 0, kff.shape[-1]), dtype)
+            nothing, no_mean = jnp.zeros((*batch_shape, 0), dtype), jnp.zeros((0, kff.shape[-1]), dtype)
             return full(nothing, empty, empty, A, kff, no_mean, jnp.zeros(batch_shape, dtype))
         # In the whitened basis, where B and the identity of the prior are on one scale.
         blocks = project(beta, kernel, prior.X, prior.relative_jitter)
-        identity = jnp.eye(beta.num_inducing, dtype=dtype)
         if not self.natural:
             refuse_growing(beta, 'the covariance of `parametrization="full"` with `natural=False`')
-            start = jnp.broadcast_to(_START_OF_ROOT * identity, (*batch_shape, *identity.shape))
+            M = beta.num_inducing
+            start = jnp.broadcast_to(_START_OF_ROOT * jnp.eye(M, dtype=dtype), (*batch_shape, M, M))
             B_sqrt = jnp.tril(param("B_sqrt", start))
-            return full(nothing, B_sqrt, identity, blocks.A, blocks.kff, no_mean, jnp.zeros(batch_shape, dtype))
+            # With Kuu = I, B is the precision of sites above the prior's.
+            B = matmul(B_sqrt, jnp.swapaxes(B_sqrt, -1, -2))
+            return natural_whitened(jnp.zeros(B.shape[:-1], dtype), B, blocks.A, blocks.kff)
         value = param("sites", TiedSites.zeros(batch_shape, beta.num_inducing, dtype))
         # Only Λ₂ = B is used: the mean is not of this basis, and λ₁ has no gradient.
         sites = dataclasses.replace(sites_of(value), lambda1=jnp.zeros_like(sites_of(value).lambda1))

@@ -718,10 +718,6 @@ def test_no_warning_where_nothing_is_lost(model, options, arguments):
 def test_the_process_and_its_draws_have_the_posterior_at_any_inputs(kind, natural):
     _, guide, _, params = set_up(kind, natural)
     expected = guide.posterior(jax.random.key(0), params, X_NEW)["f"]
-    if (kind, natural) == ("full", False):
-        with pytest.raises(TypeError, match="Decoupled of site 'f' has no inducing variables u with a Gaussian"):
-            sgp.process_posterior(guide, jax.random.key(0), params, X)
-        return
     q = sgp.process_posterior(guide, jax.random.key(0), params, X)["f"].posterior(X_NEW)
     assert_allclose(q.mean, expected.mean, rtol=1e-8)
     assert_allclose(q.covariance(), expected.covariance(), rtol=1e-7, atol=1e-9)
@@ -732,3 +728,10 @@ def test_the_process_and_its_draws_have_the_posterior_at_any_inputs(kind, natura
     products = centred[:, :, None] * centred[:, None, :]
     error = np.std(products, axis=0) / np.sqrt(len(draws))
     assert np.all(np.abs(np.mean(products, axis=0) - expected.covariance()) < 5 * error)
+
+
+def test_a_covariance_without_inducing_variables_makes_no_process():
+    guide = make("full", False, Model(), beta=None)
+    params = initial_parameters(guide.model, guide, X, Y)
+    with pytest.raises(TypeError, match="Decoupled of site 'f' has no inducing variables u with a Gaussian"):
+        sgp.process_posterior(guide, jax.random.key(0), params, X)

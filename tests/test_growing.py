@@ -106,6 +106,24 @@ def candidates(basis, rows, scale=1.0):
     )
 
 
+def test_what_is_not_there_covaries_with_nothing():
+    kernel = sgp.kernels.SquaredExponential(jnp.asarray(LENGTHSCALE), jnp.asarray(VARIANCE))
+    basis, fixed = basis_of(Z, M + 3), sgp.InducingPoints(jnp.asarray(Z))
+    other = sgp.InducingPoints(jnp.asarray(GAMMA))
+    for ours, expected in (
+        (basis.Kuf(kernel, X), fixed.Kuf(kernel, jnp.asarray(X))),
+        (basis.Kuv(kernel, other), fixed.Kuv(kernel, other)),
+        (jnp.swapaxes(other.Kuv(kernel, basis), -1, -2), fixed.Kuv(kernel, other)),
+    ):
+        assert_allclose(ours[:M], expected, rtol=1e-14)
+        assert_array_equal(ours[M:], 0.0)
+    Kuu = np.asarray(basis.Kuu(kernel))
+    assert_allclose(Kuu[:M, :M], fixed.Kuu(kernel), rtol=1e-14)
+    assert_allclose(Kuu[M:], VARIANCE * np.eye(M + 3)[M:], rtol=1e-14)
+    some = jnp.array([M, 1])
+    assert_allclose(basis.take(some).Kuf(kernel, X), np.asarray(basis.Kuf(kernel, X))[[M, 1]], rtol=1e-14)
+
+
 def moments_of(guide):
     @jax.jit
     def at_new(params):

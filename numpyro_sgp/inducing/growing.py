@@ -205,8 +205,7 @@ def _choose(
         variance, factor, scores = state
         number = step // num_new
         unexplained = jnp.mean((variance / kff).reshape(-1, N), axis=0)
-        free = ~present[number] & jnp.all(scores == 0.0, axis=0)
-        unexplained = jnp.where(free, unexplained, -jnp.inf)
+        unexplained = jnp.where(present[number], -jnp.inf, unexplained)
         pivot = jnp.argmax(unexplained)
         share = unexplained[pivot]
         wanted = (step - number * num_new < room[number]) & (share > tolerance)
@@ -229,7 +228,7 @@ def added(basis: GrowingInducing, candidates: Candidates, num_new: int) -> Growi
         candidates: derivatives with respect to a zero of that form.
         num_new: at most so many.
     """
-    score, index = lax.top_k(candidates.score / candidates.scale, min(num_new, basis.rows))
+    score, index = lax.top_k(candidates.score, min(num_new, basis.rows))
     X = candidates.X[index] / candidates.scale
     # What is not a number is not larger than zero.
     wanted = (score > 0) & jnp.isfinite(X).all(axis=-1)
