@@ -134,8 +134,8 @@ def main(N: int, num_steps: int, num_samples: int, output: Path) -> None:
             transform=ax.get_xaxis_transform(),
         )
         ax.set(xlabel=label, xlim=(grid[0], grid[-1]))
-    axes[0].set_ylabel("effect on the log rate")
-    axes[2].set_ylabel("effect of 10 mm of rain on the log rate")
+    for ax, name in zip(axes, ("season", "temperature", "10 mm of rain"), strict=True):
+        ax.set_ylabel(f"effect of {name} on the log rate")
     draws = fits["rain constant"][0].sample_posterior(
         jax.random.key(3), fits["rain constant"][1], *GRIDS.values(), np.zeros(100), sample_shape=(num_samples,)
     )
