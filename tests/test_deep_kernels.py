@@ -89,7 +89,7 @@ def test_a_network_in_a_kernel_is_trained_on_small_batches_and_predicts(name):
             rows = jax.random.choice(key, N, (BATCH,), replace=False)
             return svi.update(state, jnp.asarray(X)[rows], jnp.asarray(Y)[rows], num_data=N)
 
-        return jax.lax.scan(step, state, jax.random.split(jax.random.key(1), 300))
+        return jax.lax.scan(step, state, jax.random.split(jax.random.key(1), 900))
 
     state, losses = run(state)
     params = svi.get_params(state)
