@@ -41,7 +41,8 @@ from numpyro_sgp.marginal_losses import (
     MinimaxMarginalLikelihood,
 )
 from numpyro_sgp.optim import DescentAscent, DualAscent, GrowBasis, NaturalGradient, num_refused
-from numpyro_sgp.predict import FunctionDraws, ProcessPosterior, process_posterior
+from numpyro_sgp.predict import FunctionDraws
+from numpyro_sgp.process import ProcessPosterior, process_posterior
 from numpyro_sgp.regression import RegressionPosterior, SparseGPRegression
 from numpyro_sgp.reparam import InducingReparam
 from numpyro_sgp.svgp import AutoSVGP, NaturalWhitened, Unwhitened, Whitened

@@ -5,7 +5,7 @@ puts a posterior in the place of each `GaussianProcess`, at the site's own input
 hyperparameters: q(θ) q(u | θ). This module knows messages and nothing of parametrisations.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
@@ -25,66 +25,11 @@ from numpyro.primitives import Messenger, mutable
 from numpyro_sgp.coefficients import Ascending
 from numpyro_sgp.conditionals import Moments
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior, rewrap, unwrap
-from numpyro_sgp.inducing import AbstractInducing, Growing, GrowingInducing, as_inducing, ask, check_width
+from numpyro_sgp.families import AbstractPosteriorFamily, check_names, for_site
+from numpyro_sgp.inducing import Growing, ask
 from numpyro_sgp.predict import FunctionDraws, sample_functions
 
-__all__ = ["AbstractAutoSparseGP", "AbstractPosteriorFamily", "AutoSparseGP", "inducing_param"]
-
-Inducing = ArrayLike | AbstractInducing | Callable[[Callable, Array, Array], ArrayLike | AbstractInducing]
-
-
-class AbstractPosteriorFamily(ABC):
-    """A parametrisation of q(u): declares its parameters and returns the moments at the inputs of a prior.
-
-    Attributes:
-        over_weights: whether u are the weights of a kernel of finite rank, and not those of inducing variables.
-    """
-
-    over_weights = False
-
-    @abstractmethod
-    def moments(
-        self, param: Callable[[str, Any], Any], prior: GaussianProcess, batch_shape: tuple[int, ...]
-    ) -> Moments:
-        """Moments of q(f(X)).
-
-        Args:
-            param: `param(symbol, init)` declares a parameter of this site and returns its value, and
-                `param.state(symbol, init)` mutable state, a dict of arrays that a loss keeps.
-            prior: the prior at the inputs where the posterior is wanted.
-            batch_shape: one latent for each entry.
-        """
-
-
-def inducing_param(
-    param: Callable[[str, Any], Any],
-    inducing: Inducing,
-    prior: GaussianProcess,
-    learn_inducing: bool,
-    symbol: str = "inducing",
-    argument: str = "inducing",
-) -> AbstractInducing:
-    """The inducing object of a site, kept among the parameters so that they alone suffice for prediction.
-
-    Args:
-        param: declares a parameter of the site.
-        inducing: inducing inputs (M, D), an inducing object, or `(kernel, X, rng_key)` to one, run at initialisation.
-        prior: the site's prior.
-        learn_inducing: whether the loss has a gradient with respect to it.
-        symbol: of the parameter.
-        argument: what the user calls it.
-
-    Raises:
-        ValueError: the inducing object has another number of columns than X.
-    """
-
-    def init(rng_key: Array) -> AbstractInducing:
-        made = inducing(prior.kernel, prior.X, rng_key) if callable(inducing) else inducing
-        return as_inducing(made, argument)
-
-    value = param(symbol, init)
-    check_width(value, prior.X, argument)
-    return value if learn_inducing else jax.lax.stop_gradient(value)
+__all__ = ["AbstractAutoSparseGP", "AutoSparseGP"]
 
 
 @jax.tree_util.register_static
@@ -261,17 +206,6 @@ def _asked(asking: list[Growing], q: Moments, prior: GaussianProcess) -> Moments
     # Once for the site, however many latents it has.
     first = (0,) * q.kl.ndim
     return q._replace(kl=q.kl.at[first].add(zero) if first else q.kl + zero)
-
-
-def refuse_growing(inducing: AbstractInducing, form: str) -> None:
-    """Raise where a posterior would not stay as it is when an inducing input is added."""
-    if isinstance(inducing, GrowingInducing):
-        msg = (
-            f"Growing inducing inputs were given with {form}, whose posterior changes when one is added. Those that "
-            'can grow are the whitened ones of `AutoSVGP`, both bases of `AutoDecoupledGP` with "hybrid", or "full" '
-            "and `natural=True`, and its mean basis alone with the others."
-        )
-        raise ValueError(msg)  # noqa: TRY004 - the right type for another guide
 
 
 class SiteParameters:
@@ -611,26 +545,3 @@ class AutoSparseGP(AbstractAutoSparseGP):
 
     def check_sites(self, sites: set[str]) -> None:
         check_names(self.families, sites, "families")
-
-
-def for_site(value: Any, site: str, argument: str) -> Any:
-    """The entry of a dict by site, or the one value for all sites."""
-    if not isinstance(value, Mapping):
-        return value
-    if site not in value:
-        msg = f"`{argument}` has entries for {sorted(value)}, none for the GP site {site!r}. Add one."
-        raise ValueError(msg)
-    return value[site]
-
-
-def started_at(init_from: Any, site: str) -> Any:
-    """The start given for a site; with a dict by site, the sites without an entry start at the prior."""
-    return init_from.get(site) if isinstance(init_from, Mapping) else init_from
-
-
-def check_names(value: Any, sites: set[str], argument: str) -> None:
-    """Raise if a dict by site names something that is not a GP site."""
-    if isinstance(value, Mapping) and set(value) - sites:
-        unknown = sorted(set(value) - sites)
-        msg = f"`{argument}` names {unknown}, but the GP sites of the model are {sorted(sites)}. Rename the entries."
-        raise ValueError(msg)

@@ -12,16 +12,7 @@ import jax.numpy as jnp
 import numpyro
 from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_sgp.autoguide import (
-    AbstractAutoSparseGP,
-    AbstractPosteriorFamily,
-    Inducing,
-    check_names,
-    for_site,
-    inducing_param,
-    refuse_growing,
-    started_at,
-)
+from numpyro_sgp.autoguide import AbstractAutoSparseGP
 from numpyro_sgp.coefficients import Ascending, Coefficients, coefficients_of
 from numpyro_sgp.conditionals import (
     Moments,
@@ -46,8 +37,17 @@ from numpyro_sgp.conditionals import (
     whitened,
 )
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
+from numpyro_sgp.families import (
+    AbstractPosteriorFamily,
+    Inducing,
+    check_names,
+    for_site,
+    inducing_param,
+    refuse_growing,
+    started_at,
+)
 from numpyro_sgp.inducing import AbstractInducing, Growing, GrowingInducing, InducingPoints, find_rows
-from numpyro_sgp.linalg import diagonal, matmul, matvec, matvec_transposed
+from numpyro_sgp.linalg import diagonal, largest_eigenvalue, matmul, matvec_transposed
 from numpyro_sgp.regression import RegressionPosterior, started_mean_and_root, started_sites
 from numpyro_sgp.sites import Perturbed, TiedSites, sites_of
 
@@ -473,7 +473,7 @@ class AutoDecoupledGP(AbstractAutoSparseGP):
                 if projected:
                     blocks = project(params[f"{site}_{self.prefix}_inducing"], kernel, X, q.prior.relative_jitter)
                     K = K - matmul(jnp.swapaxes(blocks.A, -1, -2), blocks.A)
-                found[site] = (jnp.max(_largest_eigenvalue(K)) / X.shape[-2], jnp.max(diagonal(K)))
+                found[site] = (jnp.max(largest_eigenvalue(K)) / X.shape[-2], jnp.max(diagonal(K)))
             return found
 
         sizes = {}
@@ -517,17 +517,6 @@ class AutoDecoupledGP(AbstractAutoSparseGP):
                 if inducing is not None and not refined:
                     _warn_of_a_small_basis(name, inducing["value"], q.prior, num_data)
         return trace, posteriors
-
-
-def _largest_eigenvalue(K: Array) -> Array:
-    """By power iteration, (...) of (..., N, N): from below, within a percent where the next one is a tenth smaller."""
-
-    def multiply(_: int, x: Array) -> Array:
-        y = matvec(K, x)
-        return y / jnp.linalg.norm(y, axis=-1, keepdims=True)
-
-    x = jax.lax.fori_loop(0, 100, multiply, jax.random.normal(jax.random.key(0), K.shape[:-1], K.dtype))
-    return jnp.linalg.norm(matvec(K, x), axis=-1)
 
 
 def _warn_of_a_small_basis(site: str, beta: AbstractInducing, prior: GaussianProcess, num_data: int) -> None:

@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
 
+from numpyro_sgp.checks import positive
 from numpyro_sgp.eager import as_one_program
 from numpyro_sgp.expansion import Factor, frequencies, phases, scale_of, split, term_features, terms, width_of
 from numpyro_sgp.finite_rank import FiniteRank, precision_matrix, whitened_features
 from numpyro_sgp.inducing import AbstractInducing, as_inducing, check_width
-from numpyro_sgp.kernels import Constant, Kernel, Product, Stationary, Sum, map_rows
+from numpyro_sgp.kernels import Constant, Kernel, Product, Stationary, Sum, as_inputs, map_rows
 from numpyro_sgp.linalg import default_jitter, matmul, with_jitter
 from numpyro_sgp.pytrees import PytreeFunction
 
@@ -71,20 +72,6 @@ class AbstractFiniteRank(Kernel):
         return matmul(left, jnp.swapaxes(right, -1, -2))
 
 
-def _inputs(X: ArrayLike) -> Array:
-    X = jnp.asarray(X)
-    if X.ndim < 2 or X.shape[-1] == 0:
-        msg = f"`X` must have shape (N, D), got {X.shape}. For one input use X[:, None]."
-        raise ValueError(msg)
-    return X if jnp.issubdtype(X.dtype, jnp.floating) else X.astype(jnp.result_type(float))
-
-
-def _positive_integer(name: str, value: Any, hint: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        msg = f"`{name}` must be a positive integer, got {value!r}. {hint}"
-        raise ValueError(msg)
-
-
 def _at(values: Array, index: ArrayLike | None) -> Array:
     return values if index is None else jnp.take(values, jnp.asarray(index), axis=-1)
 
@@ -126,7 +113,7 @@ class FeatureMap(AbstractFiniteRank):
         object.__setattr__(self, "fn", PytreeFunction.of(fn))
         object.__setattr__(self, "params", params)
         if self.size is not None:
-            _positive_integer("size", self.size, "It is the number of columns that `fn` returns.")
+            positive("size", self.size, "It is the number of columns that `fn` returns.")
 
     @property
     def rank(self) -> int:
@@ -137,7 +124,7 @@ class FeatureMap(AbstractFiniteRank):
         return self.size
 
     def features(self, X: ArrayLike, index: ArrayLike | None = None) -> Array:
-        Phi = map_rows(self.fn, _inputs(X))
+        Phi = map_rows(self.fn, as_inputs(X, "X"))
         if self.size is not None and Phi.shape[-1] != self.size:
             msg = f"`fn` returned {Phi.shape[-1]} features a row, but `size` is {self.size}. Make them agree."
             raise ValueError(msg)
@@ -192,7 +179,7 @@ class RandomFourier(AbstractFiniteRank):
     key_type: Any = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self) -> None:
-        _positive_integer("rank", self.rank, "Use an even number, a cosine and a sine for each frequency.")
+        positive("rank", self.rank, "Use an even number, a cosine and a sine for each frequency.")
         if self.rank % 2:
             msg = f"`rank` must be even, a cosine and a sine for each frequency, got {self.rank}."
             raise ValueError(msg)
@@ -222,7 +209,7 @@ class RandomFourier(AbstractFiniteRank):
         return spectral, finite
 
     def features(self, X: ArrayLike, index: ArrayLike | None = None) -> Array:
-        X = _inputs(X)
+        X = as_inputs(X, "X")
         spectral, _ = self._factors()
         pairs = jnp.arange(self.rank // 2) if index is None else jnp.asarray(index) // 2
         widths = tuple(width_of(factor, X) for factor in spectral)
@@ -307,7 +294,7 @@ class InducingBasis(AbstractFiniteRank):
         return self._inducing.num_inducing
 
     def features(self, X: ArrayLike, index: ArrayLike | None = None) -> Array:
-        X = _inputs(X)
+        X = as_inputs(X, "X")
         check_width(self._inducing, X, "Z")
         inducing = self._inducing if index is None else self._inducing.take(jnp.asarray(index))
         return jnp.swapaxes(inducing.Kuf(self.kernel, X), -1, -2)
@@ -369,7 +356,7 @@ class HilbertSpace(AbstractFiniteRank):
         # All of it is static, so never a placeholder.
         given = tuple(np.atleast_1d(np.asarray(self.num_basis, object)).tolist())
         for number in given:
-            _positive_integer("num_basis", number, "Give one for each column.")
+            positive("num_basis", number, "Give one for each column.")
         lower, upper = (np.atleast_1d(np.asarray(side, float)) for side in self.bounds)
         D = max(len(given), len(lower), len(upper))
         if any(len(side) not in (1, D) for side in (given, lower, upper)):
@@ -403,7 +390,7 @@ class HilbertSpace(AbstractFiniteRank):
         return columns.astype(dtype) * jnp.asarray(math.pi / (upper - lower), dtype)
 
     def features(self, X: ArrayLike, index: ArrayLike | None = None) -> Array:
-        X = _inputs(X)
+        X = as_inputs(X, "X")
         lower, upper = (jnp.asarray(side, X.dtype) for side in self.bounds)
         if X.shape[-1] != len(self._numbers):
             msg = (
@@ -461,7 +448,7 @@ class Expanded(AbstractFiniteRank):
         raise ValueError(msg)
 
     def features(self, X: ArrayLike, index: ArrayLike | None = None) -> Array:
-        X = _inputs(X)
+        X = as_inputs(X, "X")
         columns = [term_features(_finite(term), X) for term in terms(self.kernel)]
         batch = jnp.broadcast_shapes(*(column.shape[:-1] for column in columns))
         columns = [jnp.broadcast_to(column, (*batch, column.shape[-1])) for column in columns]

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
 
+from numpyro_sgp.distances import equal_rows, exponential, exponential_linear, exponential_quadratic, squared_distance
 from numpyro_sgp.eager import as_one_program
 from numpyro_sgp.linalg import matmul
 from numpyro_sgp.pytrees import PytreeFunction
@@ -50,15 +51,9 @@ __all__ = [
     "White",
 ]
 
-# Up to this width the sum of squared differences is one fused loop as fast as the matrix product, and free of
-# cancellation (measured on a CPU at 1000 × 1000: equal at D = 2, twice slower at D = 8).
-_DIRECT_WIDTH = 3
 
-# Columns compared in one pass over the (N, M) table of equal rows: trades compile time for memory traffic, no more.
-_COLUMNS_PER_PASS = 8
-
-
-def _as_inputs(X: ArrayLike, name: str) -> Array:
+def as_inputs(X: ArrayLike, name: str) -> Array:
+    """Inputs as floats, (..., N, D), or an error by their name."""
     X = jnp.asarray(X)
     if X.ndim < 2 or X.shape[-1] == 0:
         msg = f"`{name}` must have shape (N, D), got {X.shape}. For one input use {name}[:, None]."
@@ -111,79 +106,10 @@ def _transposed(X: Array) -> Array:
     return jnp.swapaxes(X, -1, -2)
 
 
-@jax.custom_jvp
-def _squared_distance(X: Array, Z: Array) -> Array:
-    """|x_n − z_m|², (..., N, M), never negative and exactly zero for equal rows."""
-    D = X.shape[-1]
-    if D <= _DIRECT_WIDTH:
-        columns = (jnp.square(X[..., :, None, d] - Z[..., None, :, d]) for d in range(D))
-        return sum(columns, start=next(columns))
-    norms = jnp.sum(X * X, axis=-1)[..., :, None] + jnp.sum(Z * Z, axis=-1)[..., None, :]
-    r2 = norms - 2.0 * matmul(X, _transposed(Z))
-    # Rounding leaves equal rows at up to 0.7 √D ε (|x|² + |z|²), measured for D = 4 to 3000: below three times that is
-    # zero. Without it the square root in a Matérn-1/2 kernel turns 1e-7 into 3e-4.
-    rounding = 2.0 * math.sqrt(D) * float(jnp.finfo(r2.dtype).eps)
-    return jnp.where(r2 <= rounding * norms, 0.0, r2)
-
-
-@_squared_distance.defjvp
-def _squared_distance_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    (X, Z), (dX, dZ) = primals, tangents
-    # d|x − z|² = 2 (x − z)ᵀ(dx − dz), whatever rounding did to the value: products again, and no (N, M, D) array.
-    own = jnp.sum(X * dX, axis=-1)[..., :, None] + jnp.sum(Z * dZ, axis=-1)[..., None, :]
-    cross = matmul(X, _transposed(dZ)) + matmul(dX, _transposed(Z))
-    return _squared_distance(X, Z), 2.0 * (own - cross)
-
-
 @as_one_program
 def _scaled_squared_distance(X: Array, Z: Array, lengthscale: ArrayLike) -> Array:
     X, Z = _centred(X, Z)
-    return _squared_distance(_divide(X, lengthscale), _divide(Z, lengthscale))
-
-
-# Matérn profiles as functions of q = a², a = √(2ν) r, with their derivatives d/dq. Autodiff through √q has an infinite
-# factor at q = 0 that the true derivatives of the smooth profiles do not have.
-
-
-@jax.custom_jvp
-def _exponential(q: Array) -> Array:
-    return jnp.exp(-jnp.sqrt(q))
-
-
-@_exponential.defjvp
-def _exponential_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    (q,), (dq,) = primals, tangents
-    value = _exponential(q)
-    # d/dq e^(−a) = −e^(−a) / 2a. At q = 0, the kink, it is defined as 0, the mean of the two one-sided slopes in x.
-    zero = q == 0.0
-    slope = jnp.where(zero, 0.0, -0.5 * value / jnp.sqrt(jnp.where(zero, 1.0, q)))
-    return value, slope * dq
-
-
-@jax.custom_jvp
-def _exponential_linear(q: Array) -> Array:
-    a = jnp.sqrt(q)
-    return (1.0 + a) * jnp.exp(-a)
-
-
-@_exponential_linear.defjvp
-def _exponential_linear_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    (q,), (dq,) = primals, tangents
-    # d/dq (1 + a) e^(−a) = −½ e^(−a)
-    return _exponential_linear(q), -0.5 * _exponential(q) * dq
-
-
-@jax.custom_jvp
-def _exponential_quadratic(q: Array) -> Array:
-    a = jnp.sqrt(q)
-    return (1.0 + a + q / 3.0) * jnp.exp(-a)
-
-
-@_exponential_quadratic.defjvp
-def _exponential_quadratic_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    (q,), (dq,) = primals, tangents
-    # d/dq (1 + a + a²/3) e^(−a) = −(1 + a) e^(−a) / 6
-    return _exponential_quadratic(q), (-1.0 / 6.0) * _exponential_linear(q) * dq
+    return squared_distance(_divide(X, lengthscale), _divide(Z, lengthscale))
 
 
 class Kernel(ABC):
@@ -208,9 +134,9 @@ class Kernel(ABC):
             ValueError: inputs that are not (..., N, D), or a second input or hyperparameter of another width.
         """
         if Z is None:
-            return self._diagonal(_as_inputs(X, "X"))
-        inputs = _as_inputs(X, "X")
-        others = inputs if Z is X else _as_inputs(Z, "Z")
+            return self._diagonal(as_inputs(X, "X"))
+        inputs = as_inputs(X, "X")
+        others = inputs if Z is X else as_inputs(Z, "Z")
         if inputs.shape[-1] != others.shape[-1]:
             msg = (
                 f"`X` and `Z` must have the same number of columns, got shapes {inputs.shape} and {others.shape}. "
@@ -420,7 +346,7 @@ class Matern12(Stationary):
     variance: ArrayLike = 1.0
 
     def correlation(self, r2: Array) -> Array:
-        return _profile(_exponential, 1.0, r2)
+        return _profile(exponential, 1.0, r2)
 
     def frequencies(
         self, rng_key: Array, num: int, D: int, batch_shape: tuple[int, ...], dtype: jax.typing.DTypeLike
@@ -448,7 +374,7 @@ class Matern32(Stationary):
     variance: ArrayLike = 1.0
 
     def correlation(self, r2: Array) -> Array:
-        return _profile(_exponential_linear, 3.0, r2)
+        return _profile(exponential_linear, 3.0, r2)
 
     def frequencies(
         self, rng_key: Array, num: int, D: int, batch_shape: tuple[int, ...], dtype: jax.typing.DTypeLike
@@ -476,7 +402,7 @@ class Matern52(Stationary):
     variance: ArrayLike = 1.0
 
     def correlation(self, r2: Array) -> Array:
-        return _profile(_exponential_quadratic, 5.0, r2)
+        return _profile(exponential_quadratic, 5.0, r2)
 
     def frequencies(
         self, rng_key: Array, num: int, D: int, batch_shape: tuple[int, ...], dtype: jax.typing.DTypeLike
@@ -555,7 +481,7 @@ class Periodic(Kernel):
         self._check(X)
         X, Z = _centred(X, Z)
         # |φ(x) − φ(z)|² = Σ_d (2 − 2 cos(θ_d − θ'_d)) / ℓ_d² = 4 Σ_d sin²((θ_d − θ'_d)/2) / ℓ_d²
-        r2 = _squared_distance(self._features(X), self._features(Z))
+        r2 = squared_distance(self._features(X), self._features(Z))
         return _multiply(_expand(self.variance, -2, -1), jnp.exp(-0.5 * r2))
 
     def _features(self, X: Array) -> Array:
@@ -667,24 +593,11 @@ class White(Kernel):
 
     def _matrix(self, X: Array, Z: Array) -> Array:
         X, Z = _aligned(X, Z)
-        equal, variance = _aligned(_equal_rows(X, Z), Constant(self.variance)(X, Z))
+        equal, variance = _aligned(equal_rows(X, Z), Constant(self.variance)(X, Z))
         K = jnp.where(equal, variance, 0.0)
         unknown = jnp.isnan(X).any(axis=-1)[..., :, None] | jnp.isnan(Z).any(axis=-1)[..., None, :]
         unknown, K = _aligned(unknown, K)
         return jnp.where(unknown, jnp.nan, K)
-
-
-def _equal_rows(X: Array, Z: Array) -> Array:
-    batch = jnp.broadcast_shapes(X.shape[:-2], Z.shape[:-2])
-
-    def compare(equal: Array, columns: tuple[Array, Array]) -> tuple[Array, None]:
-        x, z = columns
-        return equal & (x[..., :, None] == z[..., None, :]), None
-
-    start = jnp.ones((*batch, X.shape[-2], Z.shape[-2]), bool)
-    columns = (jnp.moveaxis(X, -1, 0), jnp.moveaxis(Z, -1, 0))
-    equal, _ = lax.scan(compare, start, columns, unroll=min(_COLUMNS_PER_PASS, X.shape[-1]))
-    return equal
 
 
 @final

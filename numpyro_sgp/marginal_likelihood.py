@@ -196,11 +196,8 @@ def log_evidence(A: Array, residual: Array, noise: Array) -> Array:
         noise: noise variance σ², (...).
     """
     r, N = A.shape[-2:]
-    A_t = jnp.swapaxes(A, -1, -2)
     if r >= N:
-        L = cholesky(matmul(A_t, A) + noise[..., None, None] * jnp.eye(N, dtype=A.dtype))
-        c = solve_lower(L, residual[..., None])[..., 0]
-        return -0.5 * (jnp.sum(c * c, axis=-1) + log_determinant(L) + N * math.log(2.0 * math.pi))
+        return dense_log_evidence(matmul(jnp.swapaxes(A, -1, -2), A), residual, noise)
     L = cholesky(batch_matrix(A, noise, 1.0))
     w = solve_lower_transposed(L, solve_lower(L, matvec(A, residual)[..., None]))[..., 0]
     return -evidence_given(w, A, residual, noise, 1.0) - 0.5 * log_determinant(L)

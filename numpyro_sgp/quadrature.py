@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from numpyro_sgp.checks import positive
+
 __all__ = ["gauss_hermite", "product_grid"]
 
 
@@ -23,9 +25,7 @@ def gauss_hermite(num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
         >>> float((weights * nodes**4).sum().round(12))  # the fourth moment of a standard normal
         3.0
     """
-    if not isinstance(num_nodes, int) or num_nodes < 1:
-        msg = f"`num_nodes` must be a positive integer, got {num_nodes!r}. Twenty nodes suit most likelihoods."
-        raise ValueError(msg)
+    positive("num_nodes", num_nodes, "Twenty nodes suit most likelihoods.")
     nodes, weights = np.polynomial.hermite_e.hermegauss(num_nodes)
     return nodes, weights / weights.sum()
 

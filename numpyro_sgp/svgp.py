@@ -7,8 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_sgp.autoguide import (
-    AbstractAutoSparseGP,
+from numpyro_sgp.autoguide import AbstractAutoSparseGP
+from numpyro_sgp.conditionals import Moments, natural_whitened, perturbed_moments, project, unwhitened, whitened
+from numpyro_sgp.distributions import GaussianProcess
+from numpyro_sgp.families import (
     AbstractPosteriorFamily,
     Inducing,
     check_names,
@@ -17,8 +19,6 @@ from numpyro_sgp.autoguide import (
     refuse_growing,
     started_at,
 )
-from numpyro_sgp.conditionals import Moments, natural_whitened, perturbed_moments, project, unwhitened, whitened
-from numpyro_sgp.distributions import GaussianProcess
 from numpyro_sgp.regression import RegressionPosterior, started_mean_and_root, started_sites
 from numpyro_sgp.sites import Perturbed, TiedSites, sites_of
 

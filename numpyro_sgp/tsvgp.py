@@ -9,16 +9,7 @@ from jax import Array
 import jax.numpy as jnp
 from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_sgp.autoguide import (
-    AbstractAutoSparseGP,
-    AbstractPosteriorFamily,
-    Inducing,
-    check_names,
-    for_site,
-    inducing_param,
-    refuse_growing,
-    started_at,
-)
+from numpyro_sgp.autoguide import AbstractAutoSparseGP
 from numpyro_sgp.conditionals import (
     Moments,
     dual_dense,
@@ -28,6 +19,15 @@ from numpyro_sgp.conditionals import (
     tied,
 )
 from numpyro_sgp.distributions import GaussianProcess
+from numpyro_sgp.families import (
+    AbstractPosteriorFamily,
+    Inducing,
+    check_names,
+    for_site,
+    inducing_param,
+    refuse_growing,
+    started_at,
+)
 from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, InducingPoints
 from numpyro_sgp.linalg import diagonal, solve_lower, with_jitter
 from numpyro_sgp.regression import RegressionPosterior, started_sites

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_sgp.adversary import Adversary
-from numpyro_sgp.autoguide import AbstractAutoSparseGP, AbstractPosteriorFamily
+from numpyro_sgp.autoguide import AbstractAutoSparseGP
 from numpyro_sgp.conditionals import Moments, perturbed_moments, tied, weight_space, weight_space_mean
 from numpyro_sgp.distributions import GaussianProcess
+from numpyro_sgp.families import AbstractPosteriorFamily
 from numpyro_sgp.features import as_finite_rank
 from numpyro_sgp.finite_rank import has_correlated_weights, weight_precision, whitened_features
 from numpyro_sgp.linalg import matmul

@@ -17,7 +17,8 @@ import numpyro_sgp as sgp
 from numpyro_sgp import kernels
 from numpyro_sgp.expansion import term_features, terms
 from numpyro_sgp.kernels import Matern52, SquaredExponential
-from numpyro_sgp.predict import _draw_prior, _prior_at, process_posterior, sample_functions
+from numpyro_sgp.predict import _draw_prior, _prior_at, sample_functions
+from numpyro_sgp.process import process_posterior
 
 pytestmark = pytest.mark.usefixtures("x64")
 

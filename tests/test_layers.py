@@ -11,10 +11,12 @@ SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for pat
 
 # A module imports modules of smaller levels only. Files of a folder share its level, and may import each other.
 LEVELS = {
+    "checks": -1,
     "eager": -1,
     "linalg": 0,
     "pytrees": 0,
-    "kernels": 1,
+    "distances": 1,
+    "kernels": 2,
     "quadrature": 2,
     "finite_rank": 2,
     "inducing": 3,
@@ -30,16 +32,18 @@ LEVELS = {
     "optim": 9,
     "reparam": 9,
     "regression": 9,
-    "predict": 9,
-    "autoguide": 10,
-    "svgp": 11,
-    "tsvgp": 11,
-    "decoupled": 11,
-    "qsgp": 11,
-    "weightspace": 11,
-    "marginal_losses": 12,
-    "fitting": 12,
-    "diagnostics": 12,
+    "process": 9,
+    "families": 9,
+    "predict": 10,
+    "autoguide": 11,
+    "svgp": 12,
+    "tsvgp": 12,
+    "decoupled": 12,
+    "qsgp": 12,
+    "weightspace": 12,
+    "marginal_losses": 13,
+    "fitting": 13,
+    "diagnostics": 13,
 }
 WITHOUT_NUMPYRO = {module for module, level in LEVELS.items() if level <= LEVELS["marginal_likelihood"]}
 MAY_USE_NUMPYRO_INTERNALS = {"distributions", "autoguide", "elbo", "optim", "reparam"}

@@ -15,7 +15,8 @@ import numpyro.distributions as dist
 from numpyro.infer import SVI
 
 from numpyro_sgp.diagnostics.importance import pareto_smoothed
-from numpyro_sgp.diagnostics.inference_data import Result, arviz_module, fitted_values
+from numpyro_sgp.diagnostics.inference_data import arviz_module
+from numpyro_sgp.diagnostics.outputs import Result, fitted_values
 from numpyro_sgp.distributions import SparsePosterior, log_prob_of, observed_mask, unwrap
 from numpyro_sgp.elbo import Particle, QuadratureELBO, Trace, posteriors_of
 from numpyro_sgp.optim import NaturalGradient

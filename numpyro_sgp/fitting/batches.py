@@ -5,7 +5,6 @@ key and the number of the epoch. So a run can go on from any step.
 """
 
 import dataclasses
-import operator
 from typing import Any
 
 import jax
@@ -13,7 +12,9 @@ from jax import Array
 from jax.core import Tracer
 import numpy as np
 
-__all__ = ["TRACED", "Batches", "checked_batch_size", "checked_rows", "positive"]
+from numpyro_sgp.checks import positive
+
+__all__ = ["TRACED", "Batches", "checked_batch_size", "checked_rows"]
 
 # Batches that travel to the device together. Three such chunks exist at a time: one being gathered, one waiting, one in
 # use; and the first one is gathered before the first step.
@@ -21,18 +22,6 @@ _CHUNK_STEPS = 1024
 _CHUNK_BYTES = 2**26
 # Separates the stream of permutations from the keys that `svi.init` and `svi.update` split off the same key.
 _ORDER_STREAM = 0x5EED
-
-
-def positive(name: str, value: Any, hint: str) -> int:
-    """An argument as a positive integer, or an error that names it and gives the hint."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1 or isinstance(value, bool):
-        msg = f"`{name}` must be a positive integer, got {value!r}. {hint}"
-        raise ValueError(msg)
-    return number
 
 
 def checked_rows(others: Any, data: Any) -> int:

@@ -15,7 +15,8 @@ import numpy as np
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult
 
-from numpyro_sgp.fitting.batches import Batches, checked_batch_size, checked_rows, positive
+from numpyro_sgp.checks import positive
+from numpyro_sgp.fitting.batches import Batches, checked_batch_size, checked_rows
 from numpyro_sgp.fitting.callbacks import AbstractCallback, FitProgress, as_callbacks
 from numpyro_sgp.fitting.checkpoint import Checkpoint, read_checkpoint
 from numpyro_sgp.fitting.devices import AbstractPlacement, checked_placement

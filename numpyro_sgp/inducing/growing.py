@@ -15,6 +15,7 @@ from jax import Array, lax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from numpyro_sgp.checks import positive
 from numpyro_sgp.inducing.points import AbstractInducing
 from numpyro_sgp.inducing.rows import find_rows
 from numpyro_sgp.linalg import matvec_transposed
@@ -104,9 +105,7 @@ def growing(kernel: Callable | None, X: ArrayLike, rng_key: Array | None = None,
         >>> inducing = partial(sgp.growing, capacity=256)  # for `AutoSVGP(model, inducing)`
     """
     del kernel, rng_key
-    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
-        msg = f"`capacity` must be a positive integer, got {capacity!r}. It is the largest number of inducing inputs."
-        raise ValueError(msg)
+    capacity = positive("capacity", capacity, "It is the largest number of inducing inputs.")
     X = jnp.asarray(X)
     zeros = jnp.zeros((capacity, X.shape[-1]), jnp.result_type(X, jnp.float32))
     return GrowingInducing(zeros, zeros, jnp.zeros(capacity, zeros.dtype), X.shape[-2])

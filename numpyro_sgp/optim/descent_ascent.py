@@ -1,20 +1,16 @@
 """`DescentAscent`: minimisation over most parameters, maximisation over the one that plays against them."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
-from jax import Array, lax
+from jax import Array
 import jax.numpy as jnp
-from numpyro.optim import _NumPyroOptim
 import optax
 
 from numpyro_sgp.adversary import Adversary, Playing
+from numpyro_sgp.optim.evaluating import AbstractEvaluatingOptimizer, LossFn, Params, all_finite, moved_or_kept
 
 __all__ = ["DescentAscent", "DescentAscentState"]
-
-Params = dict[str, Any]
-LossFn = Callable[[Params], tuple[Array, Any]]
 
 
 class DescentAscentState(NamedTuple):
@@ -33,7 +29,7 @@ class DescentAscentState(NamedTuple):
     refused: Array
 
 
-class DescentAscent(_NumPyroOptim):
+class DescentAscent(AbstractEvaluatingOptimizer):
     """Descent on all parameters but `Adversary`, ascent on those, projected on their ball; both from one gradient.
 
     For `MinimaxMarginalLikelihood`. A step whose loss, gradients or parameters are not finite is refused as a whole and
@@ -81,32 +77,9 @@ class DescentAscent(_NumPyroOptim):
         """The current parameters."""
         return state[1].params
 
-    def update(self, g: Any, state: Any, value: Any = None) -> Any:
-        """Refused: which parameters maximise is told to the loss, so the loss must be evaluated here."""
-        del g, state, value
-        msg = "`DescentAscent` evaluates the loss itself. Call `eval_and_update`, as `SVI.update` and `SVI.run` do."
-        raise TypeError(msg)
-
-    def eval_and_update(
-        self, fn: LossFn, state: tuple[Array, DescentAscentState], forward_mode_differentiation: bool = False
-    ) -> tuple[tuple[Array, Any], tuple[Array, DescentAscentState]]:
-        """One update: the loss and auxiliary output at the current parameters, and the new state."""
-        out, new_state, _ = self._step(fn, state, forward_mode_differentiation)
-        return out, new_state
-
-    def eval_and_stable_update(
-        self, fn: LossFn, state: tuple[Array, DescentAscentState], forward_mode_differentiation: bool = False
-    ) -> tuple[tuple[Array, Any], tuple[Array, DescentAscentState]]:
-        """As `eval_and_update`, and the loss of a refused step is NaN."""
-        (loss, aux), new_state, accepted = self._step(fn, state, forward_mode_differentiation)
-        return (jnp.where(accepted, loss, jnp.nan), aux), new_state
-
     def _step(
-        self, fn: LossFn, state: tuple[Array, DescentAscentState], forward_mode_differentiation: bool
+        self, fn: LossFn, state: tuple[Array, DescentAscentState]
     ) -> tuple[tuple[Array, Any], tuple[Array, DescentAscentState], Array]:
-        if forward_mode_differentiation:
-            msg = "`DescentAscent` works by reverse-mode differentiation. Leave `forward_mode_differentiation` False."
-            raise ValueError(msg)
         step, inner = state
         others, adversaries = _split(inner.params)
 
@@ -121,12 +94,10 @@ class DescentAscent(_NumPyroOptim):
         moved = cast(Params, optax.apply_updates(adversaries, updates))
         moved = {name: value.projected() for name, value in moved.items()}
         params = {**others, **moved}
-        leaves = [x for x in jax.tree.leaves((loss, params)) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-        accepted = jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
+        accepted = all_finite((loss, params))
         there = (params, descent_state, ascent_state)
         here = (inner.params, inner.descent_state, inner.ascent_state)
-        params, descent_state, ascent_state = lax.cond(accepted, lambda: there, lambda: here)
-        refused = inner.refused + jnp.where(accepted, 0, 1).astype(inner.refused.dtype)
+        (params, descent_state, ascent_state), refused = moved_or_kept(accepted, there, here, inner.refused)
         return (loss, aux), (step + 1, DescentAscentState(params, descent_state, ascent_state, refused)), accepted
 
 

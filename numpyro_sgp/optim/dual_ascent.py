@@ -4,18 +4,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
-from jax import Array, lax
+from jax import Array
 import jax.numpy as jnp
-from numpyro.optim import _NumPyroOptim
 import optax
 
 from numpyro_sgp.coefficients import AbstractCoefficients, Ascending, Coefficients, Response
+from numpyro_sgp.optim.evaluating import AbstractEvaluatingOptimizer, LossFn, Params, all_finite, moved_or_kept
 from numpyro_sgp.sites import AbstractSites
 
 __all__ = ["DualAscent", "DualAscentState"]
-
-Params = dict[str, Any]
-LossFn = Callable[[Params], tuple[Array, Any]]
 
 
 class _Vectors(NamedTuple):
@@ -50,7 +47,7 @@ class DualAscentState(NamedTuple):
     refused: Array
 
 
-class DualAscent(_NumPyroOptim):
+class DualAscent(AbstractEvaluatingOptimizer):
     """Natural steps on the coefficients of a mean basis that is the data: a_n ← a_n + step (∂E log p(y_n)/∂m_n − a_n).
 
     For the rows n of a batch. Such a step needs no matrix of the basis; with a Gaussian likelihood it ends at
@@ -154,32 +151,9 @@ class DualAscent(_NumPyroOptim):
         values = vectors.ahead - self.momentum * vectors.velocity if self.averaging is None else vectors.average
         return _with_values(inner.params[name], values)
 
-    def update(self, g: Any, state: Any, value: Any = None) -> Any:
-        """Refused: a natural direction cannot be made from gradients with respect to parameters."""
-        del g, state, value
-        msg = "`DualAscent` evaluates the loss itself. Call `eval_and_update`, as `SVI.update` and `SVI.run` do."
-        raise TypeError(msg)
-
-    def eval_and_update(
-        self, fn: LossFn, state: tuple[Array, DualAscentState], forward_mode_differentiation: bool = False
-    ) -> tuple[tuple[Array, Any], tuple[Array, DualAscentState]]:
-        """One update: the loss and auxiliary output where the momentum leads, and the new state."""
-        out, new_state, _ = self._step(fn, state, forward_mode_differentiation)
-        return out, new_state
-
-    def eval_and_stable_update(
-        self, fn: LossFn, state: tuple[Array, DualAscentState], forward_mode_differentiation: bool = False
-    ) -> tuple[tuple[Array, Any], tuple[Array, DualAscentState]]:
-        """As `eval_and_update`, and the loss of a refused step is NaN."""
-        (loss, aux), new_state, accepted = self._step(fn, state, forward_mode_differentiation)
-        return (jnp.where(accepted, loss, jnp.nan), aux), new_state
-
     def _step(
-        self, fn: LossFn, state: tuple[Array, DualAscentState], forward_mode_differentiation: bool
+        self, fn: LossFn, state: tuple[Array, DualAscentState]
     ) -> tuple[tuple[Array, Any], tuple[Array, DualAscentState], Array]:
-        if forward_mode_differentiation:
-            msg = "`DualAscent` works by reverse-mode differentiation. Leave `forward_mode_differentiation` False."
-            raise ValueError(msg)
         step, inner = state
         others = {} if self.others is None else _others(inner.params)
         # The first step computes the projections, since parameters may come from anywhere.
@@ -210,12 +184,10 @@ class DualAscent(_NumPyroOptim):
         if self.others is not None:
             updates, others_state = self.others.update(grads, others_state, others, value=loss)
             params = {**params, **cast(Params, optax.apply_updates(others, updates))}
-        leaves = [x for x in jax.tree.leaves((loss, moved, params)) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-        accepted = jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
+        accepted = all_finite((loss, moved, params))
         there = (params, others_state, moved)
         here = (inner.params, inner.others_state, inner.vectors)
-        params, others_state, vectors = lax.cond(accepted, lambda: there, lambda: here)
-        refused = inner.refused + jnp.where(accepted, 0, 1).astype(inner.refused.dtype)
+        (params, others_state, vectors), refused = moved_or_kept(accepted, there, here, inner.refused)
         return (loss, aux), (step + 1, DualAscentState(params, others_state, vectors, refused)), accepted
 
     def _moved(self, step: Array, rate: Any, vectors: _Vectors, response: Response, rows: int) -> _Vectors:

@@ -12,12 +12,11 @@ import numpyro
 from numpyro.optim import _NumPyroOptim
 import optax
 
+from numpyro_sgp.checks import positive
 from numpyro_sgp.inducing import Candidates, Growing, GrowingInducing, added
+from numpyro_sgp.optim.evaluating import LossFn, Params
 
 __all__ = ["GrowBasis", "GrowBasisState"]
-
-Params = dict[str, Any]
-LossFn = Callable[[Params], tuple[Array, Any]]
 
 
 class GrowBasisState(NamedTuple):
@@ -66,14 +65,11 @@ class GrowBasis(_NumPyroOptim):
         if not isinstance(optim, _NumPyroOptim):
             msg = f"`optim` must be an optimizer for `SVI`, got {type(optim).__name__}. For example optax.adam(1e-2)."
             raise TypeError(msg)
-        if isinstance(num_new, bool) or not isinstance(num_new, int) or num_new < 1:
-            msg = f"`num_new` must be a positive integer, got {num_new!r}. The default is 8."
-            raise ValueError(msg)
         if isinstance(tolerance, bool) or not isinstance(tolerance, float | int) or not 0.0 < tolerance < 1.0:
             msg = f"`tolerance` must lie in (0, 1), got {tolerance!r}. It is a share of the prior variance."
             raise ValueError(msg)
         self.optim = optim
-        self.num_new = num_new
+        self.num_new = positive("num_new", num_new, "The default is 8.")
         self.tolerance = float(tolerance)
 
     def init(self, params: Params) -> GrowBasisState:

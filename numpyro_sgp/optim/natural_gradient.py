@@ -7,19 +7,17 @@ from typing import Any, NamedTuple, cast
 import jax
 from jax import Array, lax
 import jax.numpy as jnp
-from numpyro.optim import _NumPyroOptim
 import optax
 
 from numpyro_sgp.optim.descent_ascent import DescentAscentState
 from numpyro_sgp.optim.dual_ascent import DualAscentState
+from numpyro_sgp.optim.evaluating import AbstractEvaluatingOptimizer, LossFn, Params, all_finite
 from numpyro_sgp.optim.grow_basis import GrowBasisState
 from numpyro_sgp.sites import AbstractSites, Perturbation, Perturbed
 
 __all__ = ["NaturalGradient", "NaturalGradientState", "num_refused"]
 
-Params = dict[str, Any]
 Sites = dict[str, AbstractSites]
-LossFn = Callable[[Params], tuple[Array, Any]]
 
 # Refused steps halve the length of the next one, down to this fraction, which is reached after 30 refusals in a row.
 _SMALLEST_DAMPING = 2.0**-30
@@ -57,8 +55,8 @@ def num_refused(state: Any) -> Array:
     inner = optim_state[1] if isinstance(optim_state, tuple) and len(optim_state) == 2 else optim_state
     if not isinstance(inner, NaturalGradientState | DualAscentState | DescentAscentState):
         msg = (
-            f"`state` must come from `NaturalGradient` or `DualAscent`, got one with a {type(inner).__name__}. "
-            "Pass `result.state` of `SVI.run`, or the state that `SVI.update` returned."
+            "`state` must come from `NaturalGradient`, `DualAscent` or `DescentAscent`, got one with a "
+            f"{type(inner).__name__}. Pass `result.state` of `SVI.run`, or the state that `SVI.update` returned."
         )
         raise TypeError(msg)
     return inner.refused
@@ -69,12 +67,7 @@ def _split(params: Params) -> tuple[Sites, Params]:
     return sites, {name: value for name, value in params.items() if name not in sites}
 
 
-def _all_finite(tree: Any) -> Array:
-    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-    return jnp.stack([jnp.isfinite(x).all() for x in leaves] or [jnp.asarray(True)]).all()
-
-
-class NaturalGradient(_NumPyroOptim):
+class NaturalGradient(AbstractEvaluatingOptimizer):
     """Natural-gradient steps on sites: λ ← λ − ρ ∂loss/∂ε at ε = 0, with ε a perturbation of expectation parameters.
 
     For a conjugate likelihood a full-batch step with ρ = 1 is the exact optimum. The other parameters are trained by
@@ -170,32 +163,9 @@ class NaturalGradient(_NumPyroOptim):
         """The current parameters."""
         return state[1].params
 
-    def update(self, g: Any, state: Any, value: Any = None) -> Any:
-        """Refused: a natural direction cannot be made from gradients with respect to parameters."""
-        del g, state, value
-        msg = "`NaturalGradient` evaluates the loss itself. Call `eval_and_update`, as `SVI.update` and `SVI.run` do."
-        raise TypeError(msg)
-
-    def eval_and_update(
-        self, fn: LossFn, state: tuple[Array, NaturalGradientState], forward_mode_differentiation: bool = False
-    ) -> tuple[tuple[Array, Any], tuple[Array, NaturalGradientState]]:
-        """One update: the loss and auxiliary output at the current parameters, and the new state."""
-        out, new_state, _ = self._step(fn, state, forward_mode_differentiation)
-        return out, new_state
-
-    def eval_and_stable_update(
-        self, fn: LossFn, state: tuple[Array, NaturalGradientState], forward_mode_differentiation: bool = False
-    ) -> tuple[tuple[Array, Any], tuple[Array, NaturalGradientState]]:
-        """As `eval_and_update`, and the loss of a refused step is NaN."""
-        (loss, aux), new_state, accepted = self._step(fn, state, forward_mode_differentiation)
-        return (jnp.where(accepted, loss, jnp.nan), aux), new_state
-
     def _step(
-        self, fn: LossFn, state: tuple[Array, NaturalGradientState], forward_mode_differentiation: bool
+        self, fn: LossFn, state: tuple[Array, NaturalGradientState]
     ) -> tuple[tuple[Array, Any], tuple[Array, NaturalGradientState], Array]:
-        if forward_mode_differentiation:
-            msg = "`NaturalGradient` works by reverse-mode differentiation. Leave `forward_mode_differentiation` False."
-            raise ValueError(msg)
         step, inner = state
         # A step succeeds when the loss is found finite where it led, which is here; so the length doubles only now.
         damping = jnp.where(inner.retrying, inner.damping, jnp.minimum(2.0 * inner.damping, 1.0))
@@ -206,7 +176,7 @@ class NaturalGradient(_NumPyroOptim):
         loss, aux, finite, there = iterate(fn, *_split(inner.params), inner.others_state, rate, damping)
         here = (inner.params, inner.others_state)
         usable = jnp.isfinite(loss)
-        accepted = usable & finite & _all_finite(there[0])
+        accepted = usable & finite & all_finite(there[0])
         # A loss that is not finite here means that the step that led here was wrong: back to where it was finite.
         # (A switch copies one of the trees; a select would compile and run an operation for each leaf.)
         case = jnp.where(accepted, 0, jnp.where(usable, 1, 2))

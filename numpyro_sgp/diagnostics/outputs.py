@@ -1,0 +1,372 @@
+"""Every draw of a fitted guide at all rows: values, predictions, densities and likelihoods, as arrays by site.
+
+The guide and the model are run as they stand, through NumPyro's handlers; only the values of the GP sites are drawn
+here, so that batches of rows of one draw belong to the same function.
+"""
+
+from collections.abc import Callable, Mapping
+import inspect
+from typing import Any, NamedTuple, Protocol, cast
+import warnings
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+import numpy as np
+from numpyro import handlers
+import numpyro.distributions as dist
+
+from numpyro_sgp.distributions import SparsePosterior, log_prob_of, observed_mask, unwrap
+from numpyro_sgp.linalg import cholesky, matmul, matvec, matvec_transposed
+from numpyro_sgp.process import ProcessPosterior, UnknownFamilyError, process_of
+from numpyro_sgp.sites import DatumSites
+
+__all__ = ["Draws", "Outputs", "Result", "fitted_values", "log_ratio", "log_ratio_dense", "num_rows", "with_num_data"]
+
+
+class Result(Protocol):
+    """What `SVI.run` returns: an `SVIRunResult` is one."""
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Fitted parameters."""
+        ...
+
+    @property
+    def state(self) -> Any:
+        """The last state, for mutable sites."""
+        ...
+
+
+Outputs = dict[str, dict[str, Any]]
+
+
+# What one draw consists of, by the names used inside this module; only some of them become groups of their own.
+POSTERIOR, PREDICTIVE, LIKELIHOOD, OBSERVED, MASK = "posterior", "predictive", "likelihood", "observed", "mask"
+
+
+LOG_P, LOG_Q = "log_p", "log_q"
+
+
+def fitted_values(result: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parameters and mutable state of what `SVI.run` returns, or of a dict of parameters."""
+    if isinstance(result, Mapping):
+        return dict(result), {}
+    params = getattr(result, "params", None)
+    if not isinstance(params, Mapping):
+        msg = (
+            f"`result` must be what `SVI.run` returns or a dict of parameters, got {type(result).__name__}. "
+            "For a state write svi.get_params(state)."
+        )
+        raise TypeError(msg)
+    return dict(params), dict(getattr(result.state, "mutable_state", None) or {})
+
+
+class _Rows(NamedTuple):
+    """Which rows a run of the model sees: all that its arguments hold, or some of a plate that subsamples."""
+
+    plate: str | None = None
+    indices: Any = None
+
+
+class Draws:
+    """Draws of everything, for some rows; the same rng_key gives the same hyperparameters and u for any rows."""
+
+    def __init__(
+        self,
+        model: Callable,
+        guide: Any,
+        params: dict[str, Any],
+        mutable_state: dict[str, Any],
+        rng_key: Array,
+        num_samples: int,
+    ) -> None:
+        self.model, self.guide = model, guide
+        self.params, self.mutable_state = params, mutable_state
+        self.keys = jax.random.split(rng_key, num_samples)
+        # Names of sites with an axis of rows: their randomness is fresh in each batch, that of others is shared.
+        self.by_row: frozenset[str] = frozenset()
+
+    def one(self, params: dict[str, Any], key: Array, batch: ArrayLike, rows: _Rows, args: tuple, kwargs: dict) -> Any:
+        """One draw as `Outputs`; `batch` is the number of the batch that the rows are."""
+        key_guide, key_f, key_model, key_y = jax.random.split(key, 4)
+        values = {**params, **self.mutable_state}
+        log_ratios: dict[str, Array] = {}
+
+        def batch_of(site: str) -> ArrayLike:
+            return batch if site in self.by_row else 0
+
+        def substitute(msg: dict) -> Any:
+            if msg["type"] == "plate" and msg["name"] == rows.plate:
+                msg["args"] = (msg["args"][0], rows.indices.shape[0])
+                return rows.indices
+            if msg["type"] == "sample" and msg["value"] is None and isinstance(unwrap(msg["fn"]), SparsePosterior):
+                name, q = msg["name"], cast(SparsePosterior, unwrap(msg["fn"]))
+                site_key = jax.random.fold_in(key_f, len(log_ratios))
+                f, log_ratios[name] = _draw_process(self.guide, values, name, q, site_key, batch_of(name))
+                return f
+            return None
+
+        guide = handlers.substitute(handlers.seed(self.guide, key_guide), data=values)
+        # Guides take a mask of False for a prediction: parameters must be given, and nothing is fitted.
+        guide = handlers.mask(handlers.substitute(guide, substitute_fn=substitute), mask=False)
+        with handlers.block():
+            guide_trace = handlers.trace(guide).get_trace(*args, **kwargs)
+        model = handlers.replay(handlers.seed(self.model, key_model), cast(Any, guide_trace))
+        model = handlers.substitute(handlers.substitute(model, data=values), substitute_fn=substitute)
+        with handlers.block():
+            model_trace = handlers.trace(model).get_trace(*args, **kwargs)
+        return _collect(guide_trace, model_trace, log_ratios, lambda site: jax.random.fold_in(key_y, batch_of(site)))
+
+    def over_all_rows(self, args: tuple, kwargs: dict, batch_size: int | None) -> Outputs:
+        """All draws for all rows, as NumPy arrays with a leading axis of draws."""
+        plate = self._subsampling_plate(args, kwargs)
+        N, B = plate.args if plate is not None else (num_rows(args, batch_size), batch_size)
+        B = B if batch_size is None else batch_size
+        if isinstance(B, bool) or (B is not None and (not isinstance(B, int) or B < 1)):
+            msg = f"`batch_size` must be a positive integer or None, got {batch_size!r}."
+            raise ValueError(msg)
+        if plate is None and (B is None or B >= N):
+            # Arguments as the caller gave them, so that a model may look at their values, as under `SVI.run`.
+            draw = jax.lax.map(lambda key: self.one(self.params, key, 0, _Rows(), args, kwargs), self.keys)
+            return jax.tree.map(np.asarray, draw)
+        B = min(cast(int, B), N)
+        if plate is not None:
+            return self._by_indices(plate.name, N, B, args, kwargs)
+        return self._by_arguments(N, B, args, with_num_data(self.model, args, kwargs, N))
+
+    def _by_indices(self, plate: str, N: int, B: int, args: tuple, kwargs: dict) -> Outputs:
+        fixed, dynamic = _partition((args, kwargs))
+
+        def draw(params: dict[str, Any], data: tuple[list, Array], batch: ArrayLike, key: Array) -> Outputs:
+            leaves, indices = data
+            args, kwargs = fixed(leaves)
+            return self.one(params, key, batch, _Rows(plate, indices), args, kwargs)
+
+        def like(B: int) -> Any:
+            return dynamic, jax.ShapeDtypeStruct((B,), jnp.asarray(0).dtype)
+
+        return self._joined(N, B, draw, lambda rows: (dynamic, jnp.asarray(rows)), like)
+
+    def _by_arguments(self, N: int, B: int, args: tuple, kwargs: dict) -> Outputs:
+        fixed, dynamic = _partition(args)
+
+        def draw(params: dict[str, Any], data: list, batch: ArrayLike, key: Array) -> Outputs:
+            return self.one(params, key, batch, _Rows(), fixed(data), kwargs)
+
+        def like(B: int) -> Any:
+            return [jax.ShapeDtypeStruct((B, *np.shape(leaf)[1:]), jnp.result_type(leaf)) for leaf in dynamic]
+
+        return self._joined(N, B, draw, lambda rows: [leaf[rows[0] : rows[-1] + 1] for leaf in dynamic], like)
+
+    def _joined(self, N: int, B: int, draw: Callable, data: Callable, like: Callable) -> Outputs:
+        """Outputs of batches of B rows, joined along the axes whose length follows the number of rows."""
+
+        def shapes(B: int) -> Any:
+            return jax.eval_shape(draw, self.params, like(B), 0, self.keys[0])
+
+        axes = jax.tree.map(
+            lambda a, b: [axis for axis, (i, j) in enumerate(zip(a.shape, b.shape, strict=True)) if i != j],
+            shapes(B),
+            shapes(B + 1 if B < N else B - 1),
+        )
+        self.by_row = frozenset(name for sites in axes.values() for name, site_axes in sites.items() if site_axes)
+
+        @jax.jit
+        def draws(params: dict[str, Any], data: Any, batch: Array, keys: Array) -> Outputs:
+            return jax.lax.map(lambda key: draw(params, data, batch, key), keys)
+
+        # The last batch is a whole one too, so that nothing is compiled again: it repeats rows, which are dropped.
+        starts = range(0, N, B)
+        rows = [np.arange(B) + min(start, N - B) for start in starts]
+        new = [batch_rows >= start for batch_rows, start in zip(rows, starts, strict=True)]
+        parts = [
+            jax.tree.map(np.asarray, draws(self.params, data(batch_rows), jnp.asarray(batch), self.keys))
+            for batch, batch_rows in enumerate(rows)
+        ]
+        outputs: Outputs = {group: {} for group in axes}
+        for group, sites in axes.items():
+            for name, site_axes in sites.items():
+                joined = _join(group, name, [part[group][name] for part in parts], new, site_axes)
+                if joined is not None:
+                    outputs[group][name] = joined
+        return outputs
+
+    def _subsampling_plate(self, args: tuple, kwargs: dict) -> "_Plate | None":
+        """The plate that subsamples when the model is given all data, if there is one."""
+        found: dict[str, _Plate] = {}
+
+        def look(msg: dict) -> None:
+            if msg["type"] == "plate":
+                size, subsample_size = msg["args"]
+                if subsample_size is not None and subsample_size < size:
+                    found[msg["name"]] = _Plate(msg["name"], (size, subsample_size))
+
+        values = {**self.params, **self.mutable_state}
+
+        def run(key: Array) -> None:
+            model = handlers.substitute(handlers.seed(self.guide, key), data=values)
+            with handlers.block(), handlers.mask(mask=False), handlers.substitute(substitute_fn=look):
+                model(*args, **kwargs)
+
+        jax.eval_shape(run, self.keys[0])
+        if len(found) > 1:
+            msg = (
+                f"The plates {sorted(found)} all subsample, so there is no one axis of rows to run through. Give the "
+                "model the whole data with full plates (`subsample_size=None`), in an `SVI` object made for it."
+            )
+            raise ValueError(msg)
+        return next(iter(found.values()), None)
+
+
+class _Plate(NamedTuple):
+    name: str
+    args: tuple[int, int]
+
+
+def _draw_process(
+    guide: Any, params: dict[str, Any], site: str, q: SparsePosterior, rng_key: Array, batch: ArrayLike
+) -> tuple[Array, Array]:
+    """f(X) ~ q, and log q(u)/p(u) for the u it was drawn with, (...).
+
+    f = mean + Tᵀε + residual with Cov(residual) = Kff − AᵀA: ε belongs to u and is the same in all batches.
+    """
+    key_u, key_f = jax.random.split(rng_key)
+    X, dtype = q.prior.X, q.moments.mean.dtype
+    shape = q.batch_shape + q.event_shape
+    T, A = q.moments.posterior_root, q.moments.prior_root
+    kernel = q.prior.kernel
+    K = kernel(X, X)
+    index = jnp.arange(K.shape[-1])
+    K = K.at[..., index, index].set(kernel(X) * (1.0 + q.prior.relative_jitter))
+    residual = cholesky(K - matmul(jnp.swapaxes(A, -1, -2), A))
+    f = q.mean + matvec(residual, jax.random.normal(jax.random.fold_in(key_f, batch), shape, dtype))
+    nan = jnp.full(q.batch_shape, jnp.nan, dtype)
+    try:
+        process = process_of(guide, params, site, q)
+    except UnknownFamilyError:
+        process = None
+    if T is None:
+        return f, nan if process is None else log_ratio_dense(params[f"{site}_{guide.prefix}_sites"], q, f)
+    epsilon = jax.random.normal(key_u, (*q.batch_shape, T.shape[-2]), dtype)
+    f = f + matvec_transposed(T, epsilon)
+    return f, nan if process is None else log_ratio(process, epsilon)
+
+
+def log_ratio(process: ProcessPosterior, epsilon: Array) -> Array:
+    """The log ratio log q(v)/p(v) at v = m + Rᵀε: −½|ε|² + ½|v|² − log|R|."""
+    R = cast(Array, process.R)
+    m = matvec_transposed(process.L, process.a)
+    v = m + matvec_transposed(R, epsilon)
+    log_R = jnp.linalg.slogdet(R)[1]
+    return 0.5 * (jnp.sum(v * v, axis=-1) - jnp.sum(epsilon * epsilon, axis=-1)) - log_R
+
+
+def log_ratio_dense(sites: DatumSites, q: SparsePosterior, f: Array) -> Array:
+    """The log ratio log q(f)/p(f) = Σ_n log t_n(f_n) − log Z, with log Z = E_q[Σ_n log t_n(f_n)] − KL."""
+    if sites.X.shape != q.prior.X.shape:
+        return jnp.full(q.batch_shape, jnp.nan, f.dtype)
+    centred, m = f - q.prior.prior_mean, q.moments.mean
+    linear = sites.lambda1 * (centred - m)
+    quadratic = sites.Lambda2 * (centred * centred - q.variance - m * m)
+    ratio = jnp.sum(linear - 0.5 * quadratic, axis=-1) + q.kl
+    return jnp.where(jnp.all(sites.X == q.prior.X), ratio, jnp.nan)
+
+
+def _collect(
+    guide_trace: Mapping[str, dict],
+    model_trace: Mapping[str, dict],
+    log_ratios: Mapping[str, Array],
+    key_of: Callable[[str], Array],
+) -> Outputs:
+    groups = (POSTERIOR, PREDICTIVE, LIKELIHOOD, OBSERVED, MASK, LOG_P, LOG_Q)
+    outputs: Outputs = {group: {} for group in groups}
+    for name, site in guide_trace.items():
+        if site["type"] == "sample":
+            ratio = log_ratios.get(name)
+            outputs[LOG_Q][name] = log_prob_of(site["fn"], site["value"]) if ratio is None else ratio
+    for number, (name, site) in enumerate(model_trace.items()):
+        if site["type"] == "deterministic":
+            outputs[POSTERIOR][name] = jnp.asarray(site["value"])
+        elif site["type"] != "sample":
+            continue
+        elif site["is_observed"]:
+            _collect_observed(outputs, name, site, jax.random.fold_in(key_of(name), number))
+        elif name in guide_trace:
+            outputs[POSTERIOR][name] = site["value"]
+            if name not in log_ratios:
+                outputs[LOG_P][name] = log_prob_of(site["fn"], site["value"])
+        else:
+            outputs[PREDICTIVE][name] = site["value"]
+    return outputs
+
+
+def _collect_observed(outputs: Outputs, name: str, site: dict, rng_key: Array) -> None:
+    fn, value = site["fn"], jnp.asarray(site["value"])
+    log_prob = log_prob_of(fn, value)
+    outputs[LOG_P][name] = log_prob
+    if isinstance(unwrap(fn), dist.Unit):
+        return
+    outputs[LIKELIHOOD][name] = log_prob
+    outputs[OBSERVED][name] = jnp.broadcast_to(value, log_prob.shape + fn.event_shape)
+    outputs[MASK][name] = jnp.broadcast_to(observed_mask(fn), log_prob.shape)
+    whole = fn if fn.batch_shape == log_prob.shape else fn.expand(log_prob.shape)
+    outputs[PREDICTIVE][name] = whole.sample(rng_key)
+
+
+def _partition(tree: Any) -> tuple[Callable[[list], Any], list]:
+    """The numeric arrays of a pytree, and a function that puts others in their place."""
+    leaves, structure = jax.tree.flatten(tree)
+    is_array = [isinstance(leaf, Array | np.ndarray) and np.asarray(leaf).dtype.kind in "biufc" for leaf in leaves]
+
+    def fixed(dynamic: list) -> Any:
+        rest = iter(dynamic)
+        return jax.tree.unflatten(structure, [next(rest) if a else x for x, a in zip(leaves, is_array, strict=True)])
+
+    return fixed, [leaf for leaf, a in zip(leaves, is_array, strict=True) if a]
+
+
+def num_rows(args: tuple, batch_size: int | None) -> int:
+    """N, the rows of the arrays among the arguments; 0 where nothing is to be cut into batches."""
+    if batch_size is None:
+        return 0
+    _, arrays = _partition(args)
+    rows = {np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in arrays}
+    if len(rows) != 1 or 0 in rows:
+        msg = (
+            "`batch_size` cuts the positional arguments of the model into rows, so all their arrays need the same "
+            f"number of rows; got shapes {[np.shape(leaf) for leaf in arrays]}. Pass what has no rows by keyword."
+        )
+        raise ValueError(msg)
+    return rows.pop()
+
+
+def with_num_data(model: Callable, args: tuple, kwargs: dict, N: int) -> dict:
+    """Keyword arguments of the model with N, where it takes `num_data` and was not given it."""
+    signature = inspect.signature(model)
+    given = "num_data" in signature.bind_partial(*args).arguments or kwargs.get("num_data") is not None
+    return {**kwargs, "num_data": N} if "num_data" in signature.parameters and not given else kwargs
+
+
+def _join(group: str, name: str, values: list[np.ndarray], new: list[np.ndarray], axes: list[int]) -> np.ndarray | None:
+    """The values of a site for all rows, from those of batches; None where that is impossible."""
+    if len(axes) == 1:
+        axis = axes[0] + 1  # after the draws
+        return np.concatenate([np.compress(keep, v, axis=axis) for keep, v in zip(new, values, strict=True)], axis=axis)
+    # Sums in another order differ by rounding; what is a function of the batch differs by more.
+    if not axes and all(np.allclose(value, values[0], rtol=1e-5, equal_nan=True) for value in values):
+        return values[0]
+    shape = values[0].shape[1:]
+    if group == POSTERIOR:
+        msg = (
+            f"The site {name!r} of shape {shape} is a function of a batch, not of its rows one by one, so it cannot be "
+            "put together from batches and is left out. It is there when the model is run on all rows at once."
+        )
+        warnings.warn(msg, stacklevel=6)
+        return None
+    msg = (
+        f"The site {name!r} depends on the rows of a batch but has no single axis of rows (shape {shape} for a batch), "
+        f"so its {group} for all rows is unknown. Run the model on all rows at once, or sample the site in the plate."
+    )
+    raise ValueError(msg)
