@@ -83,7 +83,7 @@ def main(arguments: argparse.Namespace) -> None:
     numpyro.enable_x64()
     sizes, M_beta, repeats = [1000, 3000, 10_000, 30_000, 100_000], 128, 12
     if arguments.reduced:
-        sizes, M_beta, repeats = [500, 1000, 2000], 16, 3
+        sizes, M_beta, repeats = [500, 1000], 16, 3
     result = {"sizes": sizes, "M_beta": M_beta, "batch": BATCH, "steps": {}}
     for name in OPTIMIZERS:
         times = [milliseconds(name, size, M_beta, repeats) for size in sizes]

@@ -162,6 +162,7 @@ def one_device():
     return NamedSharding(Mesh(jax.devices()[:1], ("data",)), PartitionSpec("data"))
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_mesh_of_one_device_gives_the_same_result():
     run = [

@@ -5,6 +5,7 @@ import itertools
 from pathlib import Path
 import pickle
 
+from grids import representative
 from guides import (
     GUIDES,
     KINDS,
@@ -51,7 +52,9 @@ import pytest
 import numpyro_sgp as sgp
 
 every_guide = pytest.mark.parametrize("name", GUIDES)
+some_guides = pytest.mark.parametrize("name", representative(GUIDES, KINDS))
 natural_guides = pytest.mark.parametrize("name", NATURAL)
+some_natural_guides = pytest.mark.parametrize("name", representative(NATURAL, ["natural", "tied", "dense"]))
 frozen = optax.set_to_zero()
 
 
@@ -98,7 +101,7 @@ def test_the_loss_is_minus_the_dense_bound(name, likelihood):
 
 
 @pytest.mark.once
-@every_guide
+@some_guides
 @pytest.mark.usefixtures("x64")
 def test_a_guide_starts_at_the_prior(name):
     model = Model("poisson")
@@ -180,7 +183,7 @@ def at_optimum_of_z_equal_x(name, model, guide, y, jitter):
 
 
 @pytest.mark.once
-@every_guide
+@some_guides
 @pytest.mark.usefixtures("x64")
 def test_with_inducing_inputs_at_the_data_every_guide_is_gp_regression(name):
     jitter = 1e-10
@@ -209,7 +212,7 @@ def dense_loss(name, params, y, lengthscale, variance, noise, Z=Z):
 
 
 @pytest.mark.once
-@every_guide
+@some_guides
 @pytest.mark.usefixtures("x64")
 def test_the_gradient_of_hyperparameters_is_that_of_the_dense_bound_with_the_posterior_parameters_fixed(name):
     model, guide, y, params = set_up(name, "student_t")
@@ -226,7 +229,7 @@ def test_the_gradient_of_hyperparameters_is_that_of_the_dense_bound_with_the_pos
 
 
 @pytest.mark.once
-@natural_guides
+@some_natural_guides
 @pytest.mark.usefixtures("x64")
 def test_an_update_moves_hyperparameters_along_the_gradient_at_the_old_sites(name):
     model, guide, y, params = set_up(name, "student_t")
@@ -290,7 +293,7 @@ def bernoulli_optimum(name, steps=60):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("name", NATURAL)
+@some_natural_guides
 @pytest.mark.usefixtures("x64")
 def test_at_the_optimum_of_the_e_step_the_gradient_of_hyperparameters_is_that_at_fixed_q_u(name):
     model, guide, y, params = bernoulli_optimum(name)
@@ -369,7 +372,11 @@ def batches(kind):
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    ("name", "kind"), [*[(name, "subsets") for name in MINIBATCH], ("whitened", "disjoint"), ("tied", "disjoint")]
+    ("name", "kind"),
+    representative(
+        [*[(name, "subsets") for name in MINIBATCH], ("whitened", "disjoint"), ("tied", "disjoint")],
+        [("whitened", "subsets"), ("natural", "subsets"), ("tied", "disjoint")],
+    ),
 )
 @pytest.mark.usefixtures("x64")
 def test_losses_and_updates_on_minibatches_average_to_those_on_all_rows(name, kind):
@@ -404,7 +411,7 @@ def subsampling(X, y=None, batch_size=None):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("name", [*ONE_SITE_A_ROW, "tied", "natural"])
+@pytest.mark.parametrize("name", representative([*ONE_SITE_A_ROW, "tied", "natural"], ["per_datum", "natural"]))
 @pytest.mark.usefixtures("x64")
 def test_natural_steps_on_rows_subsampled_in_the_model_average_to_those_on_all_rows(name):
     y = jnp.asarray(Model("student_t_with_outliers").y)
@@ -427,7 +434,7 @@ def test_natural_steps_on_rows_subsampled_in_the_model_average_to_those_on_all_r
 # Compilation, dtypes, storage.
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["whitened", pytest.param("tied", marks=pytest.mark.once)])
 @pytest.mark.usefixtures("x64")
 def test_a_compiled_update_is_the_uncompiled_one_and_is_not_traced_again(name):
     model, guide, y, params = set_up(name, "poisson")
@@ -461,7 +468,8 @@ def test_a_long_run_traces_the_model_no_more_often_than_a_short_one(name):
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    ("name", "enabled"), [*((name, False) for name in ("whitened", "natural", "tied", "dense")), ("tied", True)]
+    ("name", "enabled"),
+    representative([*((name, False) for name in KINDS), ("tied", True)], [("whitened", False), ("tied", True)]),
 )
 def test_a_float32_fit_stays_float32_and_its_loss_is_the_dense_bound(name, enabled):
     model = Model("normal", jitter=1e-4)

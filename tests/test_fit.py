@@ -8,6 +8,7 @@ import sys
 import tracemalloc
 import zipfile
 
+from grids import representative
 from guides import GUIDES, optimizer
 import jax
 import jax.numpy as jnp
@@ -85,7 +86,7 @@ def interrupt_at(step):
 
 @pytest.mark.once
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("guide_name", ["whitened", "tied", "per_datum"])
+@pytest.mark.parametrize("guide_name", representative(["whitened", "tied", "per_datum"], ["tied"]))
 def test_full_batches_are_svi_run(guide_name):
     result = quiet_fit(gp_svi(guide_name), KEY, (X, Y), batch_size=N, num_steps=12)
     expected = gp_svi(guide_name).run(KEY, 12, X, Y, num_data=N, progress_bar=False)
@@ -96,7 +97,7 @@ def test_full_batches_are_svi_run(guide_name):
 
 @pytest.mark.once
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("guide_name", ["whitened", "tied"])
+@pytest.mark.parametrize("guide_name", representative(["whitened", "tied"], ["tied"]))
 def test_minibatches_are_updates_on_the_rows_of_permutations(guide_name):
     steps = 7
     result = quiet_fit(gp_svi(guide_name), KEY, (X, Y), batch_size=BATCH, num_steps=steps)
@@ -152,7 +153,7 @@ ORDER = [[2, 4, 1], [0, 3, 5], [3, 6, 0], [5, 2, 1]]
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("guide_name", ["whitened", "per_datum"])
+@pytest.mark.parametrize("guide_name", representative(["whitened", "per_datum"], ["per_datum"]))
 def test_how_steps_fall_into_dispatches_cannot_change_a_result(guide_name, monkeypatch):
     # Sites of a dense posterior hold the data twice in the state, which is donated.
     batch_size = N if guide_name == "per_datum" else BATCH
@@ -392,7 +393,7 @@ def test_a_callback_that_returns_true_stops_the_run():
 
 @pytest.mark.once
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("guide_name", ["whitened", "tied"])
+@pytest.mark.parametrize("guide_name", representative(["whitened", "tied"], ["tied"]))
 def test_a_callback_evaluates_held_out_data_on_the_scale_of_the_training_data(guide_name):
     svi, values = gp_svi(guide_name), []
 
@@ -434,6 +435,7 @@ def test_early_stopping_ends_a_run_that_does_not_improve():
     assert len(set(stopping.losses)) == 1  # the same random numbers each time
 
 
+@pytest.mark.once
 def test_the_progress_bar_shows_average_loss_time_left_and_refused_steps(capfd):
     y = np.where(np.arange(N) == 3, np.nan, Y)
     result = fit(gp_svi("tied"), KEY, (X, y), batch_size=BATCH, num_steps=20)
@@ -456,7 +458,7 @@ def test_without_progress_bar_nothing_is_printed(capfd):
 # Resuming
 
 
-@pytest.mark.parametrize("guide_name", ["whitened", "tied"])
+@pytest.mark.parametrize("guide_name", representative(["whitened", "tied"], ["tied"]))
 def test_a_resumed_run_is_an_uninterrupted_one_bit_for_bit(guide_name, tmp_path):
     run = functools.partial(quiet_fit, rng_key=KEY, data=(X, Y), batch_size=BATCH, num_steps=31)
     checkpoint = Checkpoint(tmp_path / "run", every=4)

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 
+from grids import representative
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -538,7 +539,7 @@ def test_gradients_at_coincident_points_are_finite(kernel, dtype, width):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("kernel", SMOOTH)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("width", [1, 2, 5])
+@pytest.mark.parametrize("width", representative([1, 2, 5], [2]))
 def test_second_derivatives_at_coincident_points_are_finite(kernel, dtype, width):
     X = np.concatenate([inputs(2, width, dtype=dtype)] * 2)
     parameters = (jnp.asarray(0.8, dtype), jnp.asarray(1.7, dtype), X, X)

@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+from grids import representative
 from guides import (
     GUIDES,
     KINDS,
@@ -45,7 +46,7 @@ BATCHES = np.array(list(itertools.combinations(range(N), BATCH)))
 
 each_kind = pytest.mark.parametrize("name", KINDS)
 # Two guides with nothing in common but the site: mean and root with any optimizer, and natural parameters.
-two_guides = pytest.mark.parametrize("name", ["whitened", "tied"])
+two_guides = pytest.mark.parametrize("name", representative(["whitened", "tied"], ["tied"]))
 
 
 def gp(name, X, kernel=None, mean=0.0):
@@ -309,9 +310,14 @@ def test_an_autoguide_made_by_the_user_is_a_base_like_its_class():
     )
 
 
+partial_normal = functools.partial(AutoNormal, init_scale=0.02)
+
+
 @pytest.mark.parametrize(
     "base",
-    [AutoDelta, AutoMultivariateNormal, functools.partial(AutoNormal, init_scale=0.02), user_guide],
+    representative(
+        [AutoDelta, AutoMultivariateNormal, partial_normal, user_guide], [AutoMultivariateNormal], mark=pytest.mark.once
+    ),
     ids=["AutoDelta", "AutoMultivariateNormal", "partial", "function"],
 )
 def test_training_with_any_base_lowers_the_loss_and_refuses_nothing(base):
@@ -636,7 +642,7 @@ OBJECTIVES = {
 }
 
 
-@pytest.mark.parametrize("case", OBJECTIVES)
+@pytest.mark.parametrize("case", representative(OBJECTIVES, ["two sites"], mark=pytest.mark.once))
 def test_mutable_state_survives_a_run(case):
     def two(X, y=None):
         counting(X, y)
@@ -834,7 +840,10 @@ LIKELIHOODS = {
 
 @pytest.mark.parametrize(
     ("name", "likelihood"),
-    list(zip(NATURAL, itertools.cycle(LIKELIHOODS), strict=False)),  # each of them somewhere
+    # Each of them somewhere.
+    representative(
+        zip(NATURAL, itertools.cycle(LIKELIHOODS), strict=False), [("tied", "Poisson")], mark=pytest.mark.once
+    ),
 )
 def test_a_healthy_run_refuses_nothing_and_lowers_the_loss(name, likelihood):
     distribution, outputs = LIKELIHOODS[likelihood]

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from grids import representative
 from guides import GUIDES, NATURAL, ONE_SITE_A_ROW, arbitrary_parameters, initial_parameters, loss_at
 import jax
 import jax.numpy as jnp
@@ -61,10 +62,19 @@ def fitted(name, likelihood, steps, *options, **more):
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "likelihood"),
-    [
-        *[(name, "poisson") for name in NATURAL],
-        *[(name, likelihood) for name in ("tied", "dense") for likelihood in ("bernoulli", "student_t", "beta")],
-    ],
+    representative(
+        [
+            *[(name, "poisson") for name in NATURAL],
+            *[(name, likelihood) for name in ("tied", "dense") for likelihood in ("bernoulli", "student_t", "beta")],
+        ],
+        [
+            ("natural", "poisson"),
+            ("per_datum", "poisson"),
+            ("tied", "bernoulli"),
+            ("dense", "student_t"),
+            ("tied", "beta"),
+        ],
+    ),
 )
 @pytest.mark.usefixtures("x64")
 def test_the_fixed_point_is_the_optimum_of_the_dense_bound_and_below_the_evidence(name, likelihood):
@@ -411,6 +421,7 @@ def test_the_step_size_schedule_is_used_one_value_for_each_update():
         assert_allclose(new2, weight * old2 + (1.0 - weight) * target2, rtol=1e-8)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("steps", [(2, 3), (2, 0), (0, 2)])
 @pytest.mark.usefixtures("x64")
 def test_a_schedule_of_steps_is_the_loop_written_out(steps):
@@ -466,7 +477,7 @@ def same(a, b):
         assert_allclose(x, y, rtol=0.0)
 
 
-@pytest.mark.parametrize("name", ["natural", "tied", "dense"])
+@pytest.mark.parametrize("name", representative(["natural", "tied", "dense"], ["tied"], mark=pytest.mark.once))
 @pytest.mark.usefixtures("x64")
 def test_a_batch_with_nan_is_refused_and_later_steps_go_on(name):
     model, guide, y, _ = set_up(name, "poisson")

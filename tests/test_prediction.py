@@ -256,6 +256,7 @@ def in_a_new_process(tmp_path_factory):
     return here, pickle.loads((folder / "result.pickle").read_bytes())
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("case", CASES)
 def test_a_guide_built_in_a_new_process_predicts_the_same_from_params_alone(case, in_a_new_process):
     here, there = (result[case] for result in in_a_new_process)
@@ -330,6 +331,7 @@ def test_a_compiled_init_leaves_no_tracer_where_prediction_meets_it():
         assert_allclose(dict(jax.tree_util.tree_leaves_with_path(here))[path], value, rtol=1e-12)
 
 
+@pytest.mark.once
 def test_no_tracer_leaks_from_a_step_or_a_posterior():
     guide = GUIDES["tied"](plain, Z)
     svi = SVI(plain, guide, optimizer("tied"), sgp.QuadratureELBO(num_nodes=2))

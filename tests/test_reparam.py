@@ -115,41 +115,53 @@ def test_a_plate_makes_one_latent_for_each_class(conditional):
         assert_allclose(together[index], alone - MEAN, rtol=1e-4, atol=1e-5)  # float32, different batching
 
 
+COUNTS_AT, COUNTS = np.linspace(-2.0, 2.0, 11)[:, None], np.array([1, 0, 2, 1, 3, 5, 8, 6, 3, 1, 2])
+
+
+def sparse(X, y):
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.4))
+    variance = numpyro.sample("variance", dist.LogNormal(0.0, 0.4))
+    k = sgp.kernels.SquaredExponential(lengthscale, variance) + sgp.kernels.Constant(1.0)
+    f = numpyro.sample("f", sgp.GaussianProcess(k, X, jitter=1e-8))
+    numpyro.sample("y", dist.Poisson(jnp.exp(f)).to_event(1), obs=y)
+
+
+def exact(X, y):
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.4))
+    variance = numpyro.sample("variance", dist.LogNormal(0.0, 0.4))
+    noise = numpyro.sample("noise", dist.Normal().expand([len(X)]).to_event(1))
+    K = variance * jnp.exp(-0.5 * ((X - X.T) / lengthscale) ** 2) + 1.0
+    f = numpyro.deterministic("f", jnp.linalg.cholesky(K + 1e-8 * jnp.eye(len(X))) @ noise)
+    numpyro.sample("y", dist.Poisson(jnp.exp(f)).to_event(1), obs=y)
+
+
+def summary_of_nuts(model, key):
+    mcmc = MCMC(
+        NUTS(model), num_warmup=500, num_samples=2000, num_chains=2, chain_method="vectorized", progress_bar=False
+    )
+    mcmc.run(jax.random.key(key), COUNTS_AT, COUNTS)
+    samples = mcmc.get_samples(group_by_chain=True)
+    kept = {name: samples[name] for name in ("lengthscale", "variance", "f")}
+    return numpyro.diagnostics.summary(kept, group_by_chain=True)
+
+
+@pytest.fixture(scope="module")
+def summary_of_the_exact_model():
+    with jax.enable_x64(True):
+        return summary_of_nuts(exact, 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("conditional", CONDITIONALS)
 @pytest.mark.usefixtures("x64")
-def test_nuts_with_inducing_inputs_at_the_data_is_nuts_on_the_exact_latent_model(conditional):
-    inputs = np.linspace(-2.0, 2.0, 11)[:, None]
-    y = np.array([1, 0, 2, 1, 3, 5, 8, 6, 3, 1, 2])
-
-    def sparse(X, y):
-        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.4))
-        variance = numpyro.sample("variance", dist.LogNormal(0.0, 0.4))
-        k = sgp.kernels.SquaredExponential(lengthscale, variance) + sgp.kernels.Constant(1.0)
-        f = numpyro.sample("f", sgp.GaussianProcess(k, X, jitter=1e-8))
-        numpyro.sample("y", dist.Poisson(jnp.exp(f)).to_event(1), obs=y)
-
-    def exact(X, y):
-        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.4))
-        variance = numpyro.sample("variance", dist.LogNormal(0.0, 0.4))
-        noise = numpyro.sample("noise", dist.Normal().expand([len(X)]).to_event(1))
-        K = variance * jnp.exp(-0.5 * ((X - X.T) / lengthscale) ** 2) + 1.0
-        f = numpyro.deterministic("f", jnp.linalg.cholesky(K + 1e-8 * jnp.eye(len(X))) @ noise)
-        numpyro.sample("y", dist.Poisson(jnp.exp(f)).to_event(1), obs=y)
-
-    summaries = []
-    for model, key in ((rewritten(conditional, sparse, inputs), 0), (exact, 1)):
-        mcmc = MCMC(
-            NUTS(model), num_warmup=500, num_samples=2000, num_chains=2, chain_method="vectorized", progress_bar=False
-        )
-        mcmc.run(jax.random.key(key), inputs, y)
-        samples = mcmc.get_samples(group_by_chain=True)
-        kept = {name: samples[name] for name in ("lengthscale", "variance", "f")}
-        summaries.append(numpyro.diagnostics.summary(kept, group_by_chain=True))
-    for name, expected in summaries[1].items():
-        got = summaries[0][name]
+def test_nuts_with_inducing_inputs_at_the_data_is_nuts_on_the_exact_latent_model(
+    conditional, summary_of_the_exact_model
+):
+    summary = summary_of_nuts(rewritten(conditional, sparse, COUNTS_AT), 0)
+    for name, expected in summary_of_the_exact_model.items():
+        got = summary[name]
         assert np.all(got["r_hat"] < 1.01)
-        error = np.hypot(*(s[name]["std"] / np.sqrt(s[name]["n_eff"]) for s in summaries))
+        error = np.hypot(*(s[name]["std"] / np.sqrt(s[name]["n_eff"]) for s in (summary, summary_of_the_exact_model)))
         assert np.all(abs(got["mean"] - expected["mean"]) < 4.0 * error)
         assert_allclose(got["std"], expected["std"], rtol=0.15)
 

@@ -1,0 +1,13 @@
+"""Combinations: some of each kind for every run, the rest for those marked thorough."""
+
+import pytest
+
+
+def representative(values, kept, *, mark=pytest.mark.thorough):
+    """Values for `parametrize`, with all that are not among those kept marked."""
+    values, kept = list(values), list(kept)
+    assert all(value in values for value in kept), f"{kept} are not all among {values}"
+    return [
+        value if value in kept else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark)
+        for value in values
+    ]
