@@ -12,7 +12,6 @@ from typing import Any
 import jax
 from jax import Array
 from jax.extend.core import Literal
-import jax.numpy as jnp
 import numpyro.distributions as dist
 
 __all__ = ["Shape", "check_concave", "dependence", "is_quadratic", "shapes_of"]
@@ -23,8 +22,9 @@ class Shape(enum.Enum):
 
     CONSTANT = 0
     AFFINE = 1
-    EXPONENTIAL = 2  # the exponential of something affine
-    OTHER = 3
+    QUADRATIC = 2
+    EXPONENTIAL = 3  # the exponential of something affine
+    OTHER = 4
 
 
 # By distribution: which of its parameters may depend on f, and how, for its log-density to be concave in f.
@@ -67,30 +67,28 @@ _MOVES = {
 _MOVES_FIRST = {"dynamic_slice", "gather", "pad"}
 
 
-def _of_equation(name: str, shapes: list[Shape]) -> Shape:
+def _of_equation(name: str, params: dict[str, Any], shapes: list[Shape]) -> Shape:
     if all(shape is Shape.CONSTANT for shape in shapes):
         return Shape.CONSTANT
-    if name in _MOVES:
-        return shapes[0]
-    if name in _MOVES_FIRST and all(shape is Shape.CONSTANT for shape in shapes[1:]):
+    if name in _MOVES or (name in _MOVES_FIRST and all(shape is Shape.CONSTANT for shape in shapes[1:])):
         return shapes[0]
     worst = max(shapes, key=lambda shape: shape.value)
-    if name in _LINEAR:
-        return Shape.AFFINE if worst is Shape.AFFINE else Shape.OTHER
-    if name == "dot_general":
-        return Shape.AFFINE if worst is Shape.AFFINE and Shape.CONSTANT in shapes else Shape.OTHER
-    if name in ("mul", "div"):
-        if worst is Shape.EXPONENTIAL and Shape.AFFINE not in shapes:
-            return Shape.EXPONENTIAL
-        factor = shapes[1] if name == "div" else Shape.CONSTANT
-        one = Shape.CONSTANT in shapes and factor is Shape.CONSTANT
-        return Shape.AFFINE if worst is Shape.AFFINE and one else Shape.OTHER
+    polynomial = worst.value <= Shape.QUADRATIC.value
+    if name in _LINEAR or (name == "select_n" and shapes[0] is Shape.CONSTANT):
+        return worst if polynomial else Shape.OTHER
+    if name in ("mul", "dot_general") and worst is Shape.AFFINE:
+        return Shape.AFFINE if Shape.CONSTANT in shapes else Shape.QUADRATIC
+    if name in ("mul", "dot_general", "div"):
+        if worst is Shape.EXPONENTIAL and name != "dot_general":
+            return worst if all(shape in (Shape.CONSTANT, worst) for shape in shapes) else Shape.OTHER
+        scaled = polynomial and shapes[1] is Shape.CONSTANT
+        return worst if scaled or (polynomial and name != "div" and shapes[0] is Shape.CONSTANT) else Shape.OTHER
+    if name == "square" or (name == "integer_pow" and params["y"] == 2):
+        return Shape.QUADRATIC if worst is Shape.AFFINE else Shape.OTHER
     if name == "exp":
         return Shape.EXPONENTIAL if worst is Shape.AFFINE else Shape.OTHER
     if name == "log":
         return Shape.AFFINE if worst is Shape.EXPONENTIAL else Shape.OTHER
-    if name == "select_n" and shapes[0] is Shape.CONSTANT and Shape.CONSTANT not in shapes[1:]:
-        return shapes[1] if len(set(shapes[1:])) == 1 else Shape.OTHER
     return Shape.OTHER
 
 
@@ -118,7 +116,7 @@ def _of_program(jaxpr: Any, inputs: list[Shape]) -> list[Shape]:
         if inner is not None and equation.primitive.name not in ("scan", "while", "cond"):
             outputs = _of_program(inner, shapes)
         else:
-            outputs = [_of_equation(equation.primitive.name, shapes)] * len(equation.outvars)
+            outputs = [_of_equation(equation.primitive.name, equation.params, shapes)] * len(equation.outvars)
         known.update(zip(equation.outvars, outputs, strict=True))
     return [read(variable) for variable in jaxpr.outvars]
 
@@ -147,12 +145,8 @@ def dependence(site_fn_at: Callable[[Array], dist.Distribution], f: Array) -> tu
 
 
 def is_quadratic(fn: Callable[[Array], Array], f: Array) -> bool:
-    """Whether `fn`, each entry of which depends on one entry of f, is quadratic: its second derivative has no f in it."""
-
-    def slope(f: Array) -> Array:
-        return jax.jvp(fn, (f,), (jnp.ones_like(f),))[1]
-
-    return shapes_of(lambda f: jax.jvp(slope, (f,), (jnp.ones_like(f),))[1], f) is Shape.CONSTANT
+    """Whether `fn` is a polynomial of degree two or less: no derivative tells, since that of a kink is constant, too."""
+    return shapes_of(fn, f) in (Shape.CONSTANT, Shape.AFFINE, Shape.QUADRATIC)
 
 
 def check_concave(site: str, kind: type, found: dict[str, Shape], declared: Collection[str]) -> None:

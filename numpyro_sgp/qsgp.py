@@ -35,10 +35,10 @@ from numpyro_sgp.eager import as_one_program
 from numpyro_sgp.families import AbstractPosteriorFamily, Inducing, check_names, for_site, inducing_param
 from numpyro_sgp.features import as_finite_rank
 from numpyro_sgp.finite_rank import has_correlated_weights
-from numpyro_sgp.inducing import greedy_variance
+from numpyro_sgp.inducing import subset
 from numpyro_sgp.kernels import Kernel
-from numpyro_sgp.linalg import cholesky, matmul, matvec
-from numpyro_sgp.tables import Control, Rows, Table, Weights, features_at, limit_of
+from numpyro_sgp.linalg import matmul, matvec
+from numpyro_sgp.tables import Control, Rows, Table, Weights, features_at, limit_of, numbers_of
 
 __all__ = ["AutoQSGP", "QuadruplyStochastic", "RelevantVectors"]
 
@@ -136,9 +136,7 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
             if points.ndim != 2 or points.shape[-1] != X.shape[-1]:
                 msg = f"`control` has shape {points.shape}, but X has {X.shape[-1]} columns. Pass inputs (P, D)."
                 raise ValueError(msg)
-            fixed = lax.stop_gradient(kernel)
-            L = cholesky(limit_of(fixed)(points, points), jitter)
-            control = Control(points, L, fixed, not self.relevance)
+            control = Control.at(points, kernel, not self.relevance, float(jitter))
         return Table(jnp.zeros((rank, columns), X.dtype), control, self.basis_batch, k)
 
     def _inducing_moments(self, param: Callable, prior: GaussianProcess, kernel: Any) -> Moments:
@@ -181,6 +179,10 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
         else:
             variance, deviation, q = given.variance, jnp.sqrt(given.variance), given
             kl = kl + given.kl
+        if rows.asked is not None:
+            # Zero, whose derivatives are the kernel's numbers as they are now.
+            numbers = lax.stop_gradient(numbers_of(kernel, rows.size))
+            kl = kl + sum(jnp.sum(zero * number) for zero, number in zip(rows.asked, numbers, strict=True))
         sampled = Sampled(
             excess=squares[:, 0] - f[:, 0] ** 2,
             variance=variance,
@@ -256,9 +258,9 @@ def _check_options(family: QuadruplyStochastic) -> None:
 
 
 def _some_inputs(kernel: Callable, X: Array, rng_key: Array) -> Array:
-    """Up to 200 rows of the first batch, chosen greedily."""
+    """Up to 200 rows of the first batch, at random."""
     distinct = len(np.unique(np.asarray(X), axis=0))
-    return greedy_variance(kernel, X, rng_key, num_inducing=min(_DEFAULT_INDUCING, distinct))
+    return subset(kernel, X, rng_key, num_inducing=min(_DEFAULT_INDUCING, distinct))
 
 
 def _at_prior(limit: Callable, X: Array) -> Moments:
@@ -407,7 +409,8 @@ class AutoQSGP(AbstractAutoSparseGP):
             dict by site; by default up to 200 rows of the X that the guide is initialised with.
         base: guide for the other latents: an autoguide class, or a guide.
         control: inputs of a control variate for the mean, (P, D), or how many rows of the first X to take for them; only
-            with a Gaussian likelihood. The kernel's features there are kept as they are at the start.
+            with a Gaussian likelihood. It works as well as the kernel's features there, which are kept as they are until
+            `RowSparse` computes them anew (`refresh`), are those that the kernel has by then.
         control_form: "nystrom", whose residual is estimated, or "paper", equation 3 of the source.
         relevance: a prior precision for each weight, trained (a relevance vector machine); with a chevron covariance.
         jackknife: remove the bias of order 1/M of a likelihood that is not Gaussian; then the loss is no bound.

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 
 from numpyro_sgp.features import HilbertSpace, InducingBasis, RandomFourier
 from numpyro_sgp.finite_rank import has_correlated_weights
+from numpyro_sgp.linalg import cholesky, matmul
 
-__all__ = ["Control", "Rows", "Table", "Weights", "draw_index", "features_at", "limit_of"]
+__all__ = ["Control", "Rows", "Table", "Weights", "draw_index", "features_at", "limit_of", "numbers_of", "with_numbers"]
 
 
 def limit_of(kernel: Any) -> Callable:
@@ -67,14 +68,22 @@ class Control:
     Args:
         X: the inputs p, (P, D).
         L: Cholesky factor of the kernel matrix at p, (P, P).
-        kernel: the kernel as it was when the guide was initialised.
+        kernel: the kernel as it was when the guide was initialised, or when what is tracked was last computed anew.
         whitened: whether features are those of weights of prior precision one.
+        jitter: added to the diagonal of the kernel matrix, relative to its mean.
     """
 
     X: Array
     L: Array
     kernel: Any
     whitened: bool = dataclasses.field(metadata={"static": True})
+    jitter: float = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def at(cls, X: Array, kernel: Any, whitened: bool, jitter: float) -> "Control":
+        """With the kernel's numbers as they are, not differentiated."""
+        kernel = lax.stop_gradient(kernel)
+        return cls(X, cholesky(limit_of(kernel)(X, X), jitter), kernel, whitened, jitter)
 
     def features(self, index: Array) -> Array:
         """Φ_p at some indices, (P, M)."""
@@ -142,9 +151,26 @@ class Table:
             index = block * self.batch + jnp.arange(self.batch)
             there, index = index < self.size, jnp.minimum(index, self.size - 1)
             linear = self.weights(self.at(index), index).linear
-            return sums + control.features(index) @ jnp.where(there[:, None], linear, 0.0)
+            return sums + matmul(control.features(index), jnp.where(there[:, None], linear, 0.0))
 
         return lax.fori_loop(0, number, add, jnp.zeros((control.X.shape[0], columns), self.values.dtype))
+
+
+def _moves(leaf: Any, size: int) -> bool:
+    # What is as long as the table is a part of the basis, which stays, and would make a step as long as the table.
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and jnp.size(leaf) < size
+
+
+def numbers_of(kernel: Any, size: int) -> list[Array]:
+    """The leaves of a kernel that are hyperparameters: real numbers, fewer than the m rows of its table."""
+    return [jnp.asarray(leaf) for leaf in jax.tree.leaves(kernel) if _moves(leaf, size)]
+
+
+def with_numbers(kernel: Any, numbers: list[Array], size: int) -> Any:
+    """The kernel with other hyperparameters in the place of its own."""
+    leaves, structure = jax.tree.flatten(kernel)
+    left = iter(numbers)
+    return structure.unflatten(next(left) if _moves(leaf, size) else leaf for leaf in leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +184,7 @@ class Rows:
         change: zero, to be differentiated, (M, c).
         index: which rows, (M,), distinct.
         tracked: Φ_p w of all weights, (P, 1 + k), or None.
+        asked: zeros in the place of the kernel's numbers, to be differentiated, or None.
         integrated: receives an entry when a loss integrates over the estimate as it must be.
     """
 
@@ -167,7 +194,8 @@ class Rows:
     change: Array
     index: Array
     tracked: Array | None
-    integrated: list[bool]
+    asked: list[Array] | None
+    integrated: Any
 
 
 # A permutation of a few times as many rows as are wanted costs no more than what else is done with these.

@@ -11,7 +11,7 @@ import optax
 
 from numpyro_sgp.checks import positive
 from numpyro_sgp.optim.evaluating import AbstractEvaluatingOptimizer, LossFn, Params, all_finite, moved_or_kept
-from numpyro_sgp.tables import Rows, Table, draw_index
+from numpyro_sgp.tables import Control, Rows, Table, draw_index, numbers_of, with_numbers
 
 __all__ = ["RowSparse", "RowSparseState"]
 
@@ -54,8 +54,9 @@ class RowSparse(AbstractEvaluatingOptimizer):
             deviation is one.
         others: optax transformation for hyperparameters and the covariance of inducing variables; Adam with 1e-3 by
             default.
-        refresh: after how many steps what the control variate tracks is computed anew, at a cost of P m, against
-            rounding, which is compensated in between.
+        refresh: after how many steps the control variate of the guide takes the kernel as it is by then, and what it
+            tracks is computed anew, at a cost of P m: against hyperparameters that move, and against rounding, which is
+            compensated in between.
         seed: of the rows that are drawn.
 
     Raises:
@@ -76,7 +77,7 @@ class RowSparse(AbstractEvaluatingOptimizer):
         step_size: float | Callable[[Array], Array] = 0.1,
         others: optax.GradientTransformation | None = None,
         *,
-        refresh: int = 100_000,
+        refresh: int = 10_000,
         seed: int = 0,
     ) -> None:
         first = step_size(jnp.asarray(0)) if callable(step_size) else step_size
@@ -95,7 +96,7 @@ class RowSparse(AbstractEvaluatingOptimizer):
             raise TypeError(msg)
         self.step_size = step_size
         self.others = optax.with_extra_args_support(others)
-        self.refresh = positive("refresh", refresh, "The default is 100000.")
+        self.refresh = positive("refresh", refresh, "The default is 10000.")
         self.seed = seed
 
     def init(self, params: Params) -> tuple[Array, RowSparseState]:
@@ -122,25 +123,35 @@ class RowSparse(AbstractEvaluatingOptimizer):
     ) -> tuple[tuple[Array, Any], tuple[Array, RowSparseState], Array]:
         step, inner = state
         key = jax.random.fold_in(jax.random.key(self.seed), step)
-        tracked = {name: self._refreshed(step, inner.tables[name], value) for name, value in inner.tracked.items()}
+        tracked = dict(inner.tracked)
         index, rows = {}, {}
         for number, (name, table) in enumerate(inner.tables.items()):
             index[name] = draw_index(jax.random.fold_in(key, number), table.size, table.batch)
             rows[name] = table.at(index[name])
         integrated: dict[str, list[bool]] = {name: [] for name in rows}
 
-        def loss_fn(change: dict[str, Array], others: Params) -> tuple[Array, Any]:
+        def loss_fn(change: dict[str, Array], others: Params, asked: dict[str, Any]) -> tuple[Array, Any]:
             sampled = {}
             for name, table in inner.tables.items():
                 known = tracked[name]
                 a = None if known is None else known[0] + known[1]
                 sampled[name] = Rows(
-                    table, table.size, rows[name], change[name], index[name], a, _Mark(integrated[name])
+                    table,
+                    table.size,
+                    rows[name],
+                    change[name],
+                    index[name],
+                    a,
+                    asked[name],
+                    _Mark(integrated[name]),
                 )
             return fn({**others, **sampled})
 
         zero = jax.tree.map(jnp.zeros_like, rows)
-        (loss, aux), (gradient, grads) = jax.value_and_grad(loss_fn, (0, 1), has_aux=True)(zero, inner.params)
+        asked = {name: _asked(table) for name, table in inner.tables.items()}
+        (loss, aux), (gradient, grads, numbers) = jax.value_and_grad(loss_fn, (0, 1, 2), has_aux=True)(
+            zero, inner.params, asked
+        )
         _check_integrated(integrated)
         rate = self.step_size(step) if callable(self.step_size) else self.step_size
         updates, others_state = self.others.update(grads, inner.others_state, inner.params, value=loss)
@@ -161,15 +172,36 @@ class RowSparse(AbstractEvaluatingOptimizer):
             change = jnp.where(accepted, squares[name], 0.0)
             tables[name] = dataclasses.replace(table, values=_placed(table.values, index[name], value))
             new_sums[name] = inner.sums[name].at[index[name]].add(change, mode="promise_in_bounds", unique_indices=True)
-            tracked[name] = _followed(table, tracked[name], index[name], rows[name], value)
+            followed = _followed(table, tracked[name], index[name], rows[name], value)
+            tables[name], tracked[name] = self._refreshed(step, tables[name], followed, numbers[name], accepted)
         state = RowSparseState(others, others_state, tables, new_sums, tracked, refused)
         return (loss, aux), (step + 1, state), accepted
 
-    def _refreshed(self, step: Array, table: Table, tracked: Any) -> Any:
-        if tracked is None:
-            return None
-        due = (step > 0) & (step % self.refresh == 0)
-        return lax.cond(due, lambda: (table.tracked(), jnp.zeros_like(tracked[0])), lambda: tracked)
+    def _refreshed(
+        self, step: Array, table: Table, tracked: Any, numbers: list[Array] | None, accepted: Array
+    ) -> tuple[Table, Any]:
+        """The control variate with the kernel as it is now, and what it tracks computed anew, when that is due."""
+        control = table.control
+        if control is None or numbers is None:
+            return table, tracked
+
+        def anew() -> tuple[list[Array], Array, Any]:
+            kernel = with_numbers(control.kernel, numbers, table.size)
+            moved = Control.at(control.X, kernel, control.whitened, control.jitter)
+            a = dataclasses.replace(table, control=moved).tracked()
+            return numbers, moved.L, (a, jnp.zeros_like(a))
+
+        due = accepted & ((step + 1) % self.refresh == 0)
+        kept = numbers_of(control.kernel, table.size), control.L, tracked
+        numbers, L, tracked = lax.cond(due, anew, lambda: kept)
+        control = dataclasses.replace(control, kernel=with_numbers(control.kernel, numbers, table.size), L=L)
+        return dataclasses.replace(table, control=control), tracked
+
+
+def _asked(table: Table) -> list[Array] | None:
+    if table.control is None:
+        return None
+    return [jnp.zeros_like(number) for number in numbers_of(table.control.kernel, table.size)]
 
 
 class _Mark:
