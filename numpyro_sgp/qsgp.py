@@ -68,6 +68,7 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
     relevance: bool = False
     jackknife: bool = False
     log_concave: tuple[str, ...] = ()
+    has_process = False
 
     def __post_init__(self) -> None:
         _check_options(self)

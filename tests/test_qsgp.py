@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 
 from guides import initial_parameters, loss_at
 import jax
@@ -12,15 +11,13 @@ from numpy.testing import assert_allclose
 import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
-from numpyro.infer import SVI, TraceMeanField_ELBO
-import optax
 import oracles
 import pytest
 
 import numpyro_sgp as sgp
 from numpyro_sgp import conditionals, features, kernels
 from numpyro_sgp.concavity import check_concave, dependence, is_quadratic
-from numpyro_sgp.tables import Control, Rows, Table, draw_index
+from numpyro_sgp.tables import Rows, Table, draw_index
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
 
