@@ -2,8 +2,8 @@
 
 A logistic likelihood, and m random Fourier features of a squared exponential kernel with one lengthscale, which is
 trained. The paper's mean-field covariance, and a mean in the weights with a covariance of inducing variables. Accuracy
-and mean negative log probability are of the 10000 test rows; the paper has 97.85 % and 0.068 with m = 10⁶, M = 20000 and
-B = 100 in 11.1 minutes on its GPU, and 0.063 with m = 10⁷.
+and mean negative log probability are of the 10000 test rows; the paper has 97.85 % and 0.068 with m = 10⁶, M = 20000
+and B = 100 in 11.1 minutes on its GPU, and 0.063 with m = 10⁷.
 
     python benchmarks/qsgp_mnist.py --data mnist.npz [--rank 100000] [--steps 20000] [--output results]
 """
@@ -14,7 +14,6 @@ import time
 
 from common import report
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist

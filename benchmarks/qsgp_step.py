@@ -3,8 +3,8 @@
 Steps of `SVI.update` inside one compiled loop whose state is donated, as in `fit`: M basis functions of m and B rows of
 N, which are drawn on the device. The mean is in the weights of random Fourier features, the covariance that of inducing
 variables. Milliseconds are the least of some repetitions, in wall time and in CPU time. Memory is what the process has
-had at most beyond what it had before, where the kernel says it (`/proc/self/status`), each size in a process of its own;
-beside it the bytes of the table and of its accumulators.
+had at most beyond that of the first size, where the kernel says it (`/proc/self/status`), each size in a process of its
+own; beside it the bytes of the table and of its accumulators.
 
     python benchmarks/qsgp_step.py [--sizes 10000 100000 1000000 10000000] [--output results]
 """

@@ -1,5 +1,5 @@
-"""Variance of the estimates of |Φμ|²/σ² and of their gradients against the rank of the control variate: Figure 1 of Evans
-and Nair (2020), with the estimators of this package beside the paper's.
+"""Variance of the estimates of |Φμ|²/σ² and of their gradients against the rank of the control variate: Figure 1 of
+Evans and Nair (2020), with the estimators of this package beside the paper's.
 
 kin40k, m = 10000 random Fourier features of a squared exponential kernel, μ a draw from the prior, M = B = 500. "paper"
 has two independent sets of M basis functions and equation 3 as the control variate; "U-statistic" one set of M and the
@@ -98,8 +98,12 @@ def main(arguments: argparse.Namespace) -> None:
             found = variance(repetitions, kernel, X, X_p, L, mu, a, method=method, M=M, B=B, P=rank)
             first = found if first is None else first
             rows.append({"rank": rank, "method": method, "value": found[0] / first[0], "gradient": found[1] / first[1]})
-            print("rank {rank:5d} {method:12s} value {value:.2e} gradient {gradient:.2e}".format(**rows[-1]), flush=True)
-    report("qsgp_variance", {"lengthscale": arguments.lengthscale, "m": m, "M": M, "B": B, "rows": rows}, arguments.output)
+            print(
+                "rank {rank:5d} {method:12s} value {value:.2e} gradient {gradient:.2e}".format(**rows[-1]), flush=True
+            )
+    report(
+        "qsgp_variance", {"lengthscale": arguments.lengthscale, "m": m, "M": M, "B": B, "rows": rows}, arguments.output
+    )
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def dependence(site_fn_at: Callable[[Array], dist.Distribution], f: Array) -> tu
 
 
 def is_quadratic(fn: Callable[[Array], Array], f: Array) -> bool:
-    """Whether `fn` is a polynomial of degree two or less: no derivative tells, since that of a kink is constant, too."""
+    """Whether `fn` is a polynomial of degree two or less. No derivative tells: that of a kink is constant, too."""
     return shapes_of(fn, f) in (Shape.CONSTANT, Shape.AFFINE, Shape.QUADRATIC)
 
 

@@ -363,8 +363,8 @@ def _sampled_site(rule: Rule, free: Mapping[str, SparsePosterior]) -> str | None
     sampled = [name for name in names if free[name].moments.sampled is not None]
     if sampled and (len(names) > 1 or rule.axes is None):
         msg = (
-            f"The terms {list(rule.terms)} depend on several GP latents, {names}, of which {sampled} are estimated from "
-            "sampled basis functions. `AutoQSGP` takes one latent for each observed site. Use another guide."
+            f"The terms {list(rule.terms)} depend on several GP latents, {names}, of which {sampled} are estimated "
+            "from sampled basis functions. `AutoQSGP` takes one latent for each observed site. Use another guide."
         )
         raise ValueError(msg)
     return sampled[0] if sampled else None

@@ -1,4 +1,4 @@
-"""Quadruply stochastic GPs: posteriors over the weights of up to ten million basis functions, a few of them in a step."""
+"""Quadruply stochastic GPs: posteriors over the weights of ten million basis functions, a few of them in a step."""
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
@@ -106,12 +106,14 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
     def _check(self, kernel: Any, rank: int) -> None:
         if self.basis_batch > rank:
             msg = (
-                f"`basis_batch` is {self.basis_batch}, but the kernel has only m = {rank} basis functions. Pass at most "
-                f"{rank}; with exactly {rank} nothing is sampled."
+                f"`basis_batch` is {self.basis_batch}, but the kernel has only m = {rank} basis functions. Pass at "
+                f"most {rank}; with exactly {rank} nothing is sampled."
             )
             raise ValueError(msg)
         if self.basis_batch == 1 < rank:
-            msg = f"`basis_batch=1` of m = {rank} basis functions has no pairs to estimate squares from. Pass 2 or more."
+            msg = (
+                f"`basis_batch=1` of m = {rank} basis functions has no pairs to estimate squares from. Pass 2 or more."
+            )
             raise ValueError(msg)
         if self.dense_columns > rank:
             msg = f"`dense_columns` is {self.dense_columns}, more than the m = {rank} basis functions. Pass fewer."
@@ -249,8 +251,8 @@ def _check_options(family: QuadruplyStochastic) -> None:
         raise ValueError(msg)
     if family.relevance and family.covariance != "chevron":
         msg = (
-            "`relevance=True` was given with a covariance of inducing variables. A relevance vector machine has a prior "
-            'precision for each weight, and so a covariance of the weights: pass `covariance="chevron"`.'
+            "`relevance=True` was given with a covariance of inducing variables. A relevance vector machine has a "
+            'prior precision for each weight, and so a covariance of the weights: pass `covariance="chevron"`.'
         )
         raise ValueError(msg)
     if isinstance(family.control, int) and family.control < 1:
@@ -392,8 +394,8 @@ class AutoQSGP(AbstractAutoSparseGP):
     """Posterior over the weights of up to ten million basis functions, of which each step samples a few.
 
     For GP sites with a kernel of `numpyro_sgp.features`, of any rank m: f(x) = φ(x)ᵀw. Train with `RowSparse` and
-    `QuadratureELBO`; then a step costs O(B M + B k) for B rows of data and M basis functions, whatever m and N are. With
-    a Gaussian likelihood loss and gradients are unbiased, those with respect to hyperparameters too. With another
+    `QuadratureELBO`; then a step costs O(B M + B k) for B rows of data and M basis functions, whatever m and N are.
+    With a Gaussian likelihood loss and gradients are unbiased, those with respect to hyperparameters too. With another
     log-concave one (logits or a location affine in f, a rate that is the exponential of it), the loss is a bound that
     is tight at M = m. Other likelihoods are refused. Predictions work through all m in blocks of M.
 
@@ -409,9 +411,9 @@ class AutoQSGP(AbstractAutoSparseGP):
         inducing: inducing inputs of the covariance (M_u, D), an inducing object, `(kernel, X, rng_key)` to one, or a
             dict by site; by default up to 200 rows of the X that the guide is initialised with.
         base: guide for the other latents: an autoguide class, or a guide.
-        control: inputs of a control variate for the mean, (P, D), or how many rows of the first X to take for them; only
-            with a Gaussian likelihood. It works as well as the kernel's features there, which are kept as they are until
-            `RowSparse` computes them anew (`refresh`), are those that the kernel has by then.
+        control: inputs of a control variate for the mean, (P, D), or how many rows of the first X to take for them;
+            only with a Gaussian likelihood. The features there are kept as they are until `RowSparse` computes them
+            anew (`refresh`), and help as long as those of the kernel have not moved far from them.
         control_form: "nystrom", whose residual is estimated, or "paper", equation 3 of the source.
         relevance: a prior precision for each weight, trained (a relevance vector machine); with a chevron covariance.
         jackknife: remove the bias of order 1/M of a likelihood that is not Gaussian; then the loss is no bound.

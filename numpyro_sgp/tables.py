@@ -236,7 +236,4 @@ def draw_index(rng_key: Array, size: int, number: int) -> Array:
         return left * base + right
 
     start = permuted(jnp.arange(number))
-    inside = lax.while_loop(
-        lambda x: jnp.any(x >= size), lambda x: jnp.where(x >= size, permuted(x), x), start
-    )
-    return inside
+    return lax.while_loop(lambda x: jnp.any(x >= size), lambda x: jnp.where(x >= size, permuted(x), x), start)

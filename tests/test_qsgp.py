@@ -75,7 +75,7 @@ def test_estimates_of_the_mean_and_its_square_and_their_gradients_average_to_the
         return {
             controlled: (
                 at(nothing, controlled),
-                dense_gradient(lambda change: sum(map(jnp.vdot, cotangents, at(change, controlled)))),
+                dense_gradient(lambda change, on=controlled: sum(map(jnp.vdot, cotangents, at(change, on)))),
             )
             for controlled in (False, True)
         }, (zero(nothing), dense_gradient(lambda change: jnp.sum(zero(change))))
@@ -121,17 +121,17 @@ def test_the_losses_of_the_paper_are_unbiased_for_independent_indices_and_biased
     samples = [np.array(sample) for sample in itertools.product(range(m), repeat=M)]
     rows = [np.array([row]) for row in range(N)]
     pairs = list(itertools.product(samples, samples, samples, rows))
-    i, j, r, l = (np.array(each) for each in zip(*pairs, strict=True))
+    i, j, r, row = (np.array(each) for each in zip(*pairs, strict=True))
     Phi, S_, C_, mu = map(jnp.asarray, (PHI, S, C, MEAN))
 
-    def losses(i, j, r, l):
-        at = Phi[l][:, i], Phi[l][:, j]
+    def losses(i, j, r, row):
+        at = Phi[row][:, i], Phi[row][:, j]
         block = S_[j][:, i]
-        first = conditionals.independent_mean_loss(jnp.asarray(Y)[l], *at, mu[i], mu[j], block, NOISE, N, m)
+        first = conditionals.independent_mean_loss(jnp.asarray(Y)[row], *at, mu[i], mu[j], block, NOISE, N, m)
         columns = C_[i][:, r], C_[j][:, r], jnp.asarray(LOG_DIAGONAL)[r]
         return first, conditionals.independent_covariance_loss(*at, *columns, block, NOISE, N, m)
 
-    mean_loss, covariance_loss = jax.jit(jax.vmap(losses))(i, j, r, l)
+    mean_loss, covariance_loss = jax.jit(jax.vmap(losses))(i, j, r, row)
     dense = (-2 * Y @ PHI @ MEAN + np.sum((PHI @ MEAN) ** 2)) / NOISE + MEAN @ S @ MEAN
     assert_allclose(np.mean(mean_loss), dense, rtol=1e-9)
     dense = np.sum((PHI @ C) ** 2) / NOISE + np.trace(S @ C @ C.T) - 2 * np.sum(LOG_DIAGONAL)
@@ -175,8 +175,7 @@ def test_the_bounding_scale_gives_a_bound_where_the_printed_root_does_not_and_th
     bound, square = averages(at_all(estimates, SAMPLES[False]))
     exact = psi(jnp.asarray(PHI @ MEAN), jnp.asarray(np.sqrt(np.diag(PHI @ C @ C.T @ PHI.T))))
     assert np.all(bound < exact)
-    # Var of a sample without replacement is as 1/M − 1/m, and 1 − M/m of the difference of the halves removes (m − M) /
-    # (m − 1) of it for a plain square: exact with m/(m − 1) in its place.
+    # The variance of a sample of M out of m is as 1/M − 1/m, that of a half of it as 2/M − 1/m.
     plain = (PHI @ MEAN) ** 2
     variance = m * m * np.var(PHI * MEAN, axis=1, ddof=1)
     assert_allclose(square, plain + variance * ((1 / M - 1 / m) - (1 - M / m) * (1 / (M / 2) - 1 / M)), rtol=1e-9)
@@ -390,7 +389,8 @@ def test_with_another_likelihood_the_loss_is_above_the_dense_one_and_equal_to_it
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [("fourier", "chevron"), ("inducing", "covariance of inducing variables"), ("hilbert", "relevance")]
+    ("name", "form"),
+    [("fourier", "chevron"), ("inducing", "covariance of inducing variables"), ("hilbert", "relevance")],
 )
 def test_predictions_are_those_of_the_dense_posterior_in_blocks(name, form):
     _, guide, params = set_up(name, form, batch=4)

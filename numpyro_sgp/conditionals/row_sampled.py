@@ -29,9 +29,9 @@ __all__ = [
     "chevron_divergence",
     "chevron_variance",
     "control_variate",
+    "inclusion",
     "independent_covariance_loss",
     "independent_mean_loss",
-    "inclusion",
     "jackknife",
     "linear_and_square",
     "mean_divergence",
@@ -182,7 +182,8 @@ def linear_and_square(
 def control_variate(Phi_p: Array, w: Array, change: Array, a: Array, sample: Inclusion) -> Array:
     """The exact mean of (Φw)² over fixed inputs p, less its estimate from the sampled weights, (c,): zero in the mean.
 
-    To be added to the estimated square at each row of data. n times this over σ² is the control variate of the paper; its gradient, too, has the mean zero.
+    To be added to the estimated square at each row of data. n times this over σ² is the control variate of the
+    paper; its gradient, too, has the mean zero.
 
     Args:
         Phi_p: features at p of the sampled weights, (P, M).

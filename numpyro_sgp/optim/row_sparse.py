@@ -247,7 +247,7 @@ def _check_integrated(integrated: dict[str, list[bool]]) -> None:
     if missing:
         msg = (
             f"The loss took the estimates made from sampled rows of {missing} for the posterior itself, or did not use "
-            "them: what it gives is no bound. Give SVI the loss `numpyro_sgp.QuadratureELBO()`, and the guide `AutoQSGP` "
-            "with this optimizer."
+            "them: what it gives is no bound. Give SVI the loss `numpyro_sgp.QuadratureELBO()`, and the guide "
+            "`AutoQSGP` with this optimizer."
         )
         raise ValueError(msg)
