@@ -4,7 +4,7 @@ m random Fourier features of a squared exponential kernel with a lengthscale for
 inputs, chosen by k-means and not trained, learns the hyperparameters, from which all others start and which they train
 on at a small rate. "inducing" is a mean in the weights with a covariance of the 512 inducing variables, started at that
 of SVGP; "mean-field" and "chevron" have a covariance of the weights, the latter with 100 dense columns. RMSE and mean
-negative log probability (MNLP) are of outcomes scaled by the training standard deviation; the paper's units are its own.
+negative log probability (MNLP) are of outputs scaled by the training standard deviation.
 
     python benchmarks/qsgp_tables.py --data kin40k.npz [--folds 0 1] [--steps 20000] [--output results]
 """

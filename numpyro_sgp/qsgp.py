@@ -172,6 +172,9 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
         precision = self._precision(kernel, rows.index, now)
         kl = mean_divergence(now.mean, precision, sample)
         if given is None:
+            assert now.d is not None
+            assert now.log_diagonal is not None
+            assert scale is not None
             variance = chevron_variance(squares[:, 1:], Phi, now.d, sample)
             kl = kl + chevron_divergence(now.U, now.d, now.log_diagonal, precision, sample)
             # With all weights the variance is exact; elsewhere c is the prior's deviation times a factor.
@@ -370,8 +373,12 @@ def _chevron_matrix(kernel: Any, X: Array, Z: Array, table: Table, whiten: bool)
         K = sums[0] + matmul(scaled, jnp.swapaxes(right, -1, -2))
         return (K, sums[1] + matmul(left, weights.U), sums[2] + matmul(right, weights.U)), None
 
-    shapes = (len(X), len(Z)), (len(X), columns), (len(Z), columns)
-    zeros = tuple(jnp.zeros(shape, X.dtype) for shape in shapes)
+    dtype = X.dtype
+    zeros = (
+        jnp.zeros((len(X), len(Z)), dtype),
+        jnp.zeros((len(X), columns), dtype),
+        jnp.zeros((len(Z), columns), dtype),
+    )
     K, left, right = lax.scan(add, zeros, table.blocks())[0]
     return K + matmul(left, right.T)
 

@@ -174,27 +174,27 @@ class RowSparse(AbstractEvaluatingOptimizer):
             new_sums[name] = inner.sums[name].at[index[name]].add(change, mode="promise_in_bounds", unique_indices=True)
             followed = _followed(table, tracked[name], index[name], rows[name], value)
             tables[name], tracked[name] = self._refreshed(step, tables[name], followed, numbers[name], accepted)
-        state = RowSparseState(others, others_state, tables, new_sums, tracked, refused)
-        return (loss, aux), (step + 1, state), accepted
+        after = RowSparseState(others, others_state, tables, new_sums, tracked, refused)
+        return (loss, aux), (step + 1, after), accepted
 
     def _refreshed(
         self, step: Array, table: Table, tracked: Any, numbers: list[Array] | None, accepted: Array
     ) -> tuple[Table, Any]:
         """The control variate with the kernel as it is now, and what it tracks computed anew, when that is due."""
-        control = table.control
-        if control is None or numbers is None:
+        if table.control is None or numbers is None:
             return table, tracked
+        control, now = table.control, numbers
 
         def anew() -> tuple[list[Array], Array, Any]:
-            kernel = with_numbers(control.kernel, numbers, table.size)
+            kernel = with_numbers(control.kernel, now, table.size)
             moved = Control.at(control.X, kernel, control.whitened, control.jitter)
             a = dataclasses.replace(table, control=moved).tracked()
-            return numbers, moved.L, (a, jnp.zeros_like(a))
+            return now, moved.L, (a, jnp.zeros_like(a))
 
         due = accepted & ((step + 1) % self.refresh == 0)
         kept = numbers_of(control.kernel, table.size), control.L, tracked
-        numbers, L, tracked = lax.cond(due, anew, lambda: kept)
-        control = dataclasses.replace(control, kernel=with_numbers(control.kernel, numbers, table.size), L=L)
+        held, L, tracked = lax.cond(due, anew, lambda: kept)
+        control = dataclasses.replace(control, kernel=with_numbers(control.kernel, held, table.size), L=L)
         return dataclasses.replace(table, control=control), tracked
 
 
