@@ -40,9 +40,10 @@ from numpyro_sgp.marginal_losses import (
     CompositionalMarginalLikelihood,
     MinimaxMarginalLikelihood,
 )
-from numpyro_sgp.optim import DescentAscent, DualAscent, GrowBasis, NaturalGradient, num_refused
+from numpyro_sgp.optim import DescentAscent, DualAscent, GrowBasis, NaturalGradient, RowSparse, num_refused
 from numpyro_sgp.predict import FunctionDraws
 from numpyro_sgp.process import ProcessPosterior, process_posterior
+from numpyro_sgp.qsgp import AutoQSGP, QuadruplyStochastic, RelevantVectors
 from numpyro_sgp.regression import RegressionPosterior, SparseGPRegression
 from numpyro_sgp.reparam import InducingReparam
 from numpyro_sgp.svgp import AutoSVGP, NaturalWhitened, Unwhitened, Whitened
@@ -57,6 +58,7 @@ except PackageNotFoundError:  # run from a source tree that was not installed
 __all__ = [
     "AbstractCallback",
     "AutoDecoupledGP",
+    "AutoQSGP",
     "AutoSVGP",
     "AutoSparseGP",
     "AutoTSVGP",
@@ -83,7 +85,10 @@ __all__ = [
     "NaturalWhitened",
     "ProcessPosterior",
     "QuadratureELBO",
+    "QuadruplyStochastic",
     "RegressionPosterior",
+    "RelevantVectors",
+    "RowSparse",
     "SparseGPRegression",
     "SparsePosterior",
     "Unwhitened",

@@ -15,6 +15,7 @@ from numpyro.distributions import constraints
 from numpyro.distributions.distribution import ExpandedDistribution, Independent, MaskedDistribution
 from numpyro.distributions.kl import kl_divergence
 
+from numpyro_sgp.concavity import is_quadratic
 from numpyro_sgp.conditionals import Moments
 from numpyro_sgp.linalg import cholesky, default_jitter, log_determinant, matmul, matvec, solve_lower
 from numpyro_sgp.pytrees import PytreeFunction
@@ -181,13 +182,18 @@ class SparsePosterior(dist.Distribution):
         return jnp.broadcast_to(self.moments.variance, self.batch_shape + self.event_shape)
 
     @property
+    def kernel(self) -> Callable:
+        """The kernel that the covariance starts from: the prior's, or one that stands for it."""
+        return self.prior.kernel if self.moments.kernel is None else self.moments.kernel
+
+    @property
     def kl(self) -> Array:
         """KL(q(u) ‖ p(u)), (...)."""
         return jnp.broadcast_to(self.moments.kl, self.batch_shape)
 
     def covariance(self) -> Array:
         """Cov[f(X)] = Kff − AᵀA + TᵀT, (..., N, N)."""
-        X, kernel = self.prior.X, self.prior.kernel
+        X, kernel = self.prior.X, self.kernel
         K = kernel(X, X)
         index = jnp.arange(K.shape[-1])
         K = K.at[..., index, index].set(kernel(X))
@@ -203,7 +209,7 @@ class SparsePosterior(dist.Distribution):
         if not self.joint:
             return self.mean + jnp.sqrt(self.variance) * noise
         # The posterior covariance may be singular; its jitter is relative to the prior's scale, as its rounding is.
-        scale = jnp.mean(self.prior.kernel(self.prior.X), axis=-1)[..., None, None]
+        scale = jnp.mean(self.kernel(self.prior.X), axis=-1)[..., None, None]
         identity = jnp.eye(self.event_shape[0], dtype=noise.dtype)
         L = cholesky(self.covariance() + self.prior.relative_jitter * scale * identity)
         return self.mean + matvec(L, noise)
@@ -211,12 +217,18 @@ class SparsePosterior(dist.Distribution):
     def expectation(self, fn: Callable[[Array], Array], num_nodes: int = 20) -> Array:
         """E_q[fn(f_i)] for each row, by Gauss-Hermite quadrature at the marginals.
 
+        Where the marginals are estimates from sampled basis functions, the result is unbiased for a quadratic `fn`, and
+        at most that in the mean for a concave one.
+
         Args:
             fn: maps values of f, (..., N), to an array of which every entry depends on its own row.
             num_nodes: exact where `fn` is a polynomial of degree below 2 · num_nodes.
         """
         nodes, weights = (jnp.asarray(x, self.moments.mean.dtype) for x in gauss_hermite(num_nodes))
-        mean, scale = self.mean, jnp.sqrt(self.variance)
+        mean, sampled = self.mean, self.moments.sampled
+        if sampled is not None and is_quadratic(fn, mean):
+            return expected_quadratic(fn, mean, sampled.excess + sampled.variance)
+        scale = jnp.sqrt(self.variance) if sampled is None else sampled.scale
         values = jax.vmap(lambda node: fn(mean + scale * node))(nodes)
         return jnp.tensordot(weights, values, axes=1, precision=lax.Precision.HIGHEST)
 
@@ -233,6 +245,22 @@ class SparsePosterior(dist.Distribution):
             "Use `numpyro_sgp.QuadratureELBO` or `numpyro.infer.TraceMeanField_ELBO`, which use its KL divergence."
         )
         raise NotImplementedError(msg)
+
+
+def expected_quadratic(fn: Callable[[Array], Array], mean: Array, variance: Array) -> Array:
+    """E[fn(f_i)] for each row of a quadratic `fn`: fn + ½ v fn″, for any estimates of the mean and of the variance.
+
+    Args:
+        fn: every entry depends on its own row.
+        mean: (..., N).
+        variance: less than zero where it is an estimate, (..., N).
+    """
+
+    def slope(f: Array) -> Array:
+        return jax.jvp(fn, (f,), (jnp.ones_like(f),))[1]
+
+    curvature = jax.jvp(slope, (mean,), (jnp.ones_like(mean),))[1]
+    return fn(mean) + 0.5 * variance * curvature
 
 
 @kl_divergence.register(SparsePosterior, GaussianProcess)

@@ -16,8 +16,10 @@ from numpyro.ops.provenance import eval_provenance
 from numpyro.primitives import Messenger
 from numpyro.util import _validate_model, check_model_guide_match
 
+from numpyro_sgp.concavity import check_concave, dependence, is_quadratic
+from numpyro_sgp.conditionals import jackknife
 from numpyro_sgp.distributions import SparsePosterior, unwrap
-from numpyro_sgp.quadrature import product_grid
+from numpyro_sgp.quadrature import gauss_hermite, product_grid
 
 __all__ = ["QuadratureELBO"]
 
@@ -236,10 +238,15 @@ class Particle:
                 elbo = elbo - _sum_log_prob(guide_trace[name])  # auxiliary sites of the guide
 
         free = {name: q for name, q in sites.items() if name not in parents}
+        _check_sampled(sites, parents)
         rules = self.rules(guide_trace, model_trace, free, terms, at_sample)
         integrated = {name for rule in rules for name in rule.terms}
         elbo = elbo + sum(value for name, value in at_sample.items() if name not in integrated)
         for index, rule in enumerate(rules):
+            sampled = _sampled_site(rule, free)
+            if sampled is not None:
+                elbo = elbo + self.integrate_sampled(rule, sampled, free[sampled], guide_trace, terms)
+                continue
             elbo = elbo + self.integrate(rule, free, guide_trace, terms, jax.random.fold_in(self.noise_key, index))
         mutable_state = {**_mutable(guide_trace), **_mutable(model_trace)}
         return jnp.asarray(elbo), mutable_state or None
@@ -288,6 +295,51 @@ class Particle:
 
         return jnp.sum(weights * jax.vmap(at)(z))
 
+    def integrate_sampled(
+        self, rule: Rule, name: str, q: SparsePosterior, guide_trace: Trace, terms: Callable[[Trace], dict[str, Array]]
+    ) -> Array:
+        """The same where the marginals of f are estimates: unbiased for quadratic terms, a bound for concave ones."""
+        sampled, mean = q.moments.sampled, q.mean
+        sampled.integrated.append(True)
+
+        def traced(f: Array) -> Trace:
+            return self.run_model(guide_trace, {name: f})
+
+        def at(f: Array, chosen: list[str]) -> Array:
+            result = terms(traced(f))
+            return jnp.asarray(sum(result[term] for term in chosen))
+
+        def estimated(estimate: Array, chosen: list[str]) -> Array:
+            offset = q.prior.prior_mean + estimate
+            values = jax.vmap(lambda node: at(offset + sampled.scale * node, chosen))(nodes)
+            return jnp.sum(weights * values)
+
+        quadratic = [term for term in rule.terms if is_quadratic(lambda f, term=term: at(f, [term]), mean)]
+        concave = [term for term in rule.terms if term not in quadratic]
+        elbo = jnp.asarray(0.0, mean.dtype)
+        if quadratic:
+            # The Hessian is diagonal: its product with the variances has their products with its entries.
+            slope = jax.grad(lambda f: at(f, quadratic))
+            curved = jax.jvp(slope, (mean,), (sampled.excess + sampled.variance,))[1]
+            elbo = elbo + at(mean, quadratic) + 0.5 * jnp.sum(curved)
+        if concave:
+            for term in concave:
+                kind = dependence(lambda f, term=term: unwrap(traced(f)[term]["fn"]), mean)
+                check_concave(term, *kind, sampled.log_concave)
+            if sampled.controlled:
+                msg = (
+                    f"The guide has a control variate, but the likelihood of {concave} is not Gaussian, where its "
+                    "gradient would be biased. Leave `control` out."
+                )
+                raise ValueError(msg)
+            nodes, weights = (jnp.asarray(x, mean.dtype) for x in gauss_hermite(self.loss.num_nodes))
+            whole = estimated(q.moments.mean, concave)
+            if sampled.halves is not None:
+                first, second = (estimated(half, concave) for half in sampled.halves)
+                whole = jackknife(whole, first, second, sampled.share)
+            elbo = elbo + whole
+        return elbo
+
     def nodes(self, rule: Rule, means: Mapping[str, Array], key: Array) -> tuple[dict[str, Array], Array]:
         """Where the latents are evaluated, in standard deviations from their means, (K, ...), and the weights, (K,)."""
         dtype = next(iter(means.values())).dtype
@@ -303,6 +355,29 @@ class Particle:
         grid, weights = product_grid(self.loss.num_nodes, dimension)
         z = {name: jnp.asarray(grid[:, axis][..., None], dtype) for name, axis in rule.axes.items()}
         return z, jnp.asarray(weights, dtype)
+
+
+def _sampled_site(rule: Rule, free: Mapping[str, SparsePosterior]) -> str | None:
+    """The site whose marginals are estimates, where the terms of a rule depend on one."""
+    names = list(free) if rule.axes is None else list(rule.axes)
+    sampled = [name for name in names if free[name].moments.sampled is not None]
+    if sampled and (len(names) > 1 or rule.axes is None):
+        msg = (
+            f"The terms {list(rule.terms)} depend on several GP latents, {names}, of which {sampled} are estimated "
+            "from sampled basis functions. `AutoQSGP` takes one latent for each observed site. Use another guide."
+        )
+        raise ValueError(msg)
+    return sampled[0] if sampled else None
+
+
+def _check_sampled(sites: Mapping[str, SparsePosterior], parents: frozenset[str]) -> None:
+    nested = sorted(name for name in parents if sites[name].moments.sampled is not None)
+    if nested:
+        msg = (
+            f"The GP site(s) {nested} are estimated from sampled basis functions, and other GPs depend on them. Use "
+            "another guide for a deep GP: `AutoSVGP`, or `AutoSparseGP` with a family for each site."
+        )
+        raise ValueError(msg)
 
 
 def posteriors_of(trace: Trace) -> dict[str, SparsePosterior]:

@@ -35,9 +35,11 @@ class AbstractPosteriorFamily(ABC):
 
     Attributes:
         over_weights: whether u are the weights of a kernel of finite rank, and not those of inducing variables.
+        has_process: whether q is a Gaussian q(u), so that it can be held factorised.
     """
 
     over_weights = False
+    has_process = True
 
     @abstractmethod
     def moments(

@@ -200,6 +200,8 @@ def process_of(guide: Guide, params: Mapping[str, Any], site: str, q: SparsePost
     """
     kernel, jitter = q.prior.kernel, q.prior.relative_jitter
     family, read = guide.family(site), _Reader(params, site, guide.prefix)
+    if not family.has_process:
+        raise UnknownFamilyError(_without_process(family, site))
     inducing = params.get(f"{site}_{guide.prefix}_inducing")
     gamma = params.get(f"{site}_{guide.prefix}_mean_inducing")
     coefficients = params.get(f"{site}_{guide.prefix}_a")
@@ -223,11 +225,7 @@ def process_of(guide: Guide, params: Mapping[str, Any], site: str, q: SparsePost
     if set(seen) == {"sites"} and isinstance(seen["sites"], DatumSites):
         return _dense(seen["sites"], q.batch_shape, shared)
     if basis is None or found.posterior_root is None:
-        msg = (
-            f"The posterior family {type(family).__name__} of site {site!r} has no inducing variables u with a "
-            "Gaussian q(u) of their own. Use the moments that `guide.posterior` gives at the inputs you want."
-        )
-        raise UnknownFamilyError(msg)
+        raise UnknownFamilyError(_without_process(family, site))
     m, weights = jnp.broadcast_to(found.mean, (*q.batch_shape, M)), None
     if coefficients is not None and gamma is not None:
         # m(x) = k_xu Kuu⁻¹m(u) + (k_xγ − k_xu Kuu⁻¹K_uγ)b, whatever of the second part the family has in m(u).
@@ -243,6 +241,13 @@ def process_of(guide: Guide, params: Mapping[str, Any], site: str, q: SparsePost
         mean_weights=weights,
         batch_shape=q.batch_shape,
         **shared,
+    )
+
+
+def _without_process(family: Any, site: str) -> str:
+    return (
+        f"The posterior family {type(family).__name__} of site {site!r} has no inducing variables u with a Gaussian "
+        "q(u) of their own. Use the moments that `guide.posterior` gives at the inputs you want."
     )
 
 

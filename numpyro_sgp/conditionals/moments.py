@@ -37,6 +37,8 @@ class Moments(NamedTuple):
         kl: KL(q(u) ‖ p(u)), for each latent, (...).
         prior_root: (..., M, N).
         posterior_root: (..., M, N), or None where the posterior has no term of its own.
+        kernel: the kernel of Kff, where it is not the prior's; else None.
+        sampled: what a loss needs to know where mean and variance are estimates from sampled weights; else None.
     """
 
     mean: Array
@@ -44,6 +46,8 @@ class Moments(NamedTuple):
     kl: Array
     prior_root: Array
     posterior_root: Array | None
+    kernel: Any = None
+    sampled: Any = None
 
 
 class Projection(NamedTuple):

@@ -4,6 +4,7 @@ from numpyro_sgp.optim.descent_ascent import DescentAscent, DescentAscentState
 from numpyro_sgp.optim.dual_ascent import DualAscent, DualAscentState
 from numpyro_sgp.optim.grow_basis import GrowBasis, GrowBasisState
 from numpyro_sgp.optim.natural_gradient import NaturalGradient, NaturalGradientState, num_refused
+from numpyro_sgp.optim.row_sparse import RowSparse, RowSparseState
 
 __all__ = [
     "DescentAscent",
@@ -14,5 +15,7 @@ __all__ = [
     "GrowBasisState",
     "NaturalGradient",
     "NaturalGradientState",
+    "RowSparse",
+    "RowSparseState",
     "num_refused",
 ]

@@ -13,6 +13,7 @@ from numpyro_sgp.optim.descent_ascent import DescentAscentState
 from numpyro_sgp.optim.dual_ascent import DualAscentState
 from numpyro_sgp.optim.evaluating import AbstractEvaluatingOptimizer, LossFn, Params, all_finite
 from numpyro_sgp.optim.grow_basis import GrowBasisState
+from numpyro_sgp.optim.row_sparse import RowSparseState
 from numpyro_sgp.sites import AbstractSites, Perturbation, Perturbed
 
 __all__ = ["NaturalGradient", "NaturalGradientState", "num_refused"]
@@ -44,7 +45,7 @@ class NaturalGradientState(NamedTuple):
 
 
 def num_refused(state: Any) -> Array:
-    """How many steps `NaturalGradient`, `DualAscent` or `DescentAscent` has refused.
+    """How many steps `NaturalGradient`, `DualAscent`, `DescentAscent` or `RowSparse` has refused.
 
     Args:
         state: an `SVIState`, or the optimizer state in it.
@@ -53,9 +54,9 @@ def num_refused(state: Any) -> Array:
     if isinstance(optim_state, GrowBasisState):
         optim_state = optim_state.inner
     inner = optim_state[1] if isinstance(optim_state, tuple) and len(optim_state) == 2 else optim_state
-    if not isinstance(inner, NaturalGradientState | DualAscentState | DescentAscentState):
+    if not isinstance(inner, NaturalGradientState | DualAscentState | DescentAscentState | RowSparseState):
         msg = (
-            "`state` must come from `NaturalGradient`, `DualAscent` or `DescentAscent`, got one with a "
+            "`state` must come from `NaturalGradient`, `DualAscent`, `DescentAscent` or `RowSparse`, got one with a "
             f"{type(inner).__name__}. Pass `result.state` of `SVI.run`, or the state that `SVI.update` returned."
         )
         raise TypeError(msg)

@@ -1,0 +1,160 @@
+"""Test errors of `AutoQSGP` beside SVGP: Table 2 of Evans and Nair (2020).
+
+m random Fourier features of a squared exponential kernel with a lengthscale for each column. SVGP with 512 inducing
+inputs, chosen by k-means and not trained, learns the hyperparameters, from which all others start and which they train
+on at a small rate. "inducing" is a mean in the weights with a covariance of the 512 inducing variables, started at that
+of SVGP; "mean-field" and "chevron" have a covariance of the weights, the latter with 100 dense columns. RMSE and mean
+negative log probability (MNLP) are of outputs scaled by the training standard deviation.
+
+    python benchmarks/qsgp_tables.py --data kin40k.npz [--folds 0 1] [--steps 20000] [--output results]
+"""
+
+import argparse
+from pathlib import Path
+import time
+
+from common import npz, report
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import SVI
+import optax
+
+import numpyro_sgp as sgp
+
+METHODS = ("svgp", "mean-field", "chevron", "inducing")
+PAPER = {"kin40k": {"mean-field": (0.174, 0.135), "chevron": (0.175, 0.139), "svgp": (0.247, 0.055)}}
+
+
+def model_of(rank: int | None):
+    """A GP with trained hyperparameters; with random Fourier features where a rank is given."""
+
+    def model(X, y=None, num_data=None):
+        positive = dist.constraints.positive
+        lengthscale = numpyro.param("lengthscale", jnp.full(X.shape[1], X.shape[1] ** 0.5), constraint=positive)
+        variance = numpyro.param("variance", 1.0, constraint=positive)
+        noise = numpyro.param("noise", 0.3, constraint=positive)
+        kernel = sgp.kernels.SquaredExponential(lengthscale, variance)
+        if rank is not None:
+            kernel = sgp.features.RandomFourier(kernel, rank, jax.random.key(0))
+        f = numpyro.sample("f", sgp.GaussianProcess(kernel, X))
+        with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    return model
+
+
+def scores(guide, params, X, y) -> tuple[float, float]:
+    """RMSE and MNLP."""
+    noise = float(params["noise"])
+    squares, logs = 0.0, 0.0
+    for rows in np.array_split(np.arange(len(X)), -(-len(X) // 2000)):
+        q = guide.posterior(jax.random.key(0), params, X[rows])["f"]
+        v = np.asarray(q.variance) + noise**2
+        error = np.asarray(q.mean) - y[rows]
+        squares += np.sum(error**2)
+        logs += np.sum(0.5 * (error**2 / v + np.log(2 * np.pi * v)))
+    return float(np.sqrt(squares / len(y))), float(logs / len(y))
+
+
+def run(method: str, data: tuple, before: dict, settings: dict) -> tuple[dict, dict]:
+    """Scores of one method, and its parameters."""
+    X, y, X_test, y_test = data
+    steps, M = settings["steps"], settings["num_inducing"]
+    if method == "svgp":
+        model = model_of(None)
+        inducing = sgp.kmeans(None, X[: 20 * M], jax.random.key(0), num_inducing=M)
+        guide = sgp.AutoSVGP(model, inducing, natural=True)
+        rate = optax.exponential_decay(0.02, steps, 0.05)
+        optim = sgp.NaturalGradient(optax.exponential_decay(0.1, steps, 0.1), optax.adam(rate))
+        batch, start = min(1000, len(X)), {}
+    else:
+        model = model_of(settings["rank"])
+        form = {"covariance": "chevron", "dense_columns": settings["dense_columns"] if method == "chevron" else 0}
+        if method == "inducing":
+            form = {"inducing": before["f_auto_inducing"].Z}
+        guide = sgp.AutoQSGP(model, basis_batch=settings["basis_batch"], control=settings["control"], **form)
+        step_size = optax.exponential_decay(settings["step_size"], steps, 0.05)
+        optim = sgp.RowSparse(step_size, optax.adam(optax.exponential_decay(1e-4, steps, 0.1)))
+        batch, start = min(500, len(X)), {name: before[name] for name in ("lengthscale", "variance", "noise")}
+        if method == "inducing":
+            sites = before["f_auto_sites"]
+            L = np.linalg.cholesky(np.eye(M) + np.asarray(sites.Lambda2, float))
+            # (I + Λ₂)⁻¹ = L⁻ᵀL⁻¹, whose lower root is that of the product.
+            inverse = np.linalg.inv(L)
+            start["f_auto_S_sqrt"] = jnp.asarray(np.linalg.cholesky(inverse.T @ inverse), X.dtype)
+    svi = SVI(model, guide, optim, sgp.QuadratureELBO(num_nodes=3))
+    state = svi.init(jax.random.key(0), X[:batch], y[:batch], len(X), init_params=start)
+    clock = np.array([time.perf_counter(), time.process_time()])
+    result = sgp.fit(
+        svi, jax.random.key(1), (X, y), batch_size=batch, num_steps=steps, init_state=state, progress_bar=False
+    )
+    jax.block_until_ready(result.losses)
+    wall, cpu = np.array([time.perf_counter(), time.process_time()]) - clock
+    rmse, mnlp = scores(guide, result.params, X_test, y_test)
+    refused = int(sgp.num_refused(result.state))
+    found = {"method": method, "rmse": rmse, "mnlp": mnlp, "wall": float(wall), "cpu": float(cpu), "refused": refused}
+    return {**found, "noise": float(result.params["noise"])}, result.params
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Each method on each fold of each data set."""
+    settings = {
+        "steps": arguments.steps,
+        "rank": arguments.rank,
+        "basis_batch": arguments.basis_batch,
+        "num_inducing": 512,
+        "dense_columns": 100,
+        "control": arguments.control,
+        "step_size": arguments.step_size,
+    }
+    sets: list[tuple[str, Path | None]] = [(path.stem, path) for path in arguments.data]
+    methods, folds = arguments.methods, arguments.folds
+    if arguments.reduced:
+        settings.update(steps=5, rank=200, basis_batch=40, num_inducing=8, dense_columns=2, control=10)
+        sets, folds, methods = [("sines", None)], [0], ["svgp", "inducing"]
+    rows = []
+    for name, path in sets:
+        for fold in folds:
+            if path is None:
+                rng = np.random.default_rng(0)
+                X = rng.normal(size=(240, 2))
+                y = np.sin(2 * X[:, 0]) + 0.1 * rng.normal(size=240)
+                data = X[:200], y[:200], X[200:], y[200:]
+            else:
+                data = npz(path, fold)
+            data = tuple(part.astype(np.float32) for part in data)
+            before: dict = {}
+            for method in METHODS:
+                if method not in methods and method != "svgp":
+                    continue
+                row, params = run(method, data, before, settings)
+                before = params if method == "svgp" else before
+                rows.append({"data": name, "fold": fold, **row, "paper": PAPER.get(name, {}).get(method)})
+                print(
+                    f"{name:12s} fold {fold} {method:10s} RMSE {row['rmse']:.4f} MNLP {row['mnlp']:+.4f} noise "
+                    f"{row['noise']:.3f}  {row['wall']:.0f} s wall {row['cpu']:.0f} s CPU, refused {row['refused']}; "
+                    f"paper {rows[-1]['paper'] or '-'}",
+                    flush=True,
+                )
+    report("qsgp_tables", {"settings": settings, "rows": rows}, arguments.output)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, nargs="*", default=[], help="sets as .npz with X, y and test_mask")
+    parser.add_argument("--folds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--rank", type=int, default=100_000)
+    parser.add_argument("--basis-batch", type=int, default=2000)
+    parser.add_argument("--control", type=int, default=500, help="inputs of the control variate")
+    parser.add_argument("--step-size", type=float, default=0.1)
+    parser.add_argument("--reduced", action="store_true")
+    parser.add_argument("--output", type=Path, help="folder for the result as JSON")
+    options = parser.parse_args()
+    if not options.reduced and not options.data:
+        parser.error("`--data` is needed; without it there is only `--reduced`.")
+    main(options)

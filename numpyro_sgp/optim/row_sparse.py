@@ -1,0 +1,253 @@
+"""`RowSparse`: updates of sampled rows of long tables, at a cost that does not depend on how long these are."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any, NamedTuple, cast
+
+import jax
+from jax import Array, lax
+import jax.numpy as jnp
+import optax
+
+from numpyro_sgp.checks import positive
+from numpyro_sgp.optim.evaluating import AbstractEvaluatingOptimizer, LossFn, Params, all_finite, moved_or_kept
+from numpyro_sgp.tables import Control, Rows, Table, draw_index, numbers_of, with_numbers
+
+__all__ = ["RowSparse", "RowSparseState"]
+
+# Of the sums of squares, so that a gradient of zero gives a step of zero; far below any square that matters.
+_SMALLEST_SUM = 1e-30
+
+
+class RowSparseState(NamedTuple):
+    """State between steps.
+
+    Attributes:
+        params: the parameters that are not tables.
+        others_state: state of the transformation that trains them.
+        tables: the tables.
+        sums: sums of squared gradients of each entry of each table.
+        tracked: by table, Φ_p w of all its weights at the inputs of its control variate, and what rounding has left of
+            it, both (P, 1 + k); or None.
+        refused: how many steps were refused so far.
+    """
+
+    params: Params
+    others_state: Any
+    tables: dict[str, Table]
+    sums: dict[str, Array]
+    tracked: dict[str, tuple[Array, Array] | None]
+    refused: Array
+
+
+class RowSparse(AbstractEvaluatingOptimizer):
+    """AdaGrad on sampled rows of long tables, in place, and any optax transformation for the other parameters.
+
+    For `AutoQSGP`. Each step draws M of the m rows without replacement, evaluates the loss with these alone, and
+    updates them: w ← w − step g / √(Σ g²), the sum over the steps in which the row was drawn. Time and memory traffic
+    do not depend on m where the state is updated in place: in `SVI.run(..., progress_bar=False)`, in `fit`, and in
+    `jax.jit(svi.update, donate_argnums=0)`; with a progress bar `SVI.run` copies the tables in each step. A step whose
+    loss, gradients or parameters are not finite is refused as a whole and counted (`num_refused`).
+
+    Args:
+        step_size: step of AdaGrad, or an optax schedule of it, in units of the whitened weights, whose prior standard
+            deviation is one.
+        others: optax transformation for hyperparameters and the covariance of inducing variables; Adam with 1e-3 by
+            default.
+        refresh: after how many steps the control variate of the guide takes the kernel as it is by then, and what it
+            tracks is computed anew, at a cost of P m: against hyperparameters that move, and against rounding, which is
+            compensated in between.
+        seed: of the rows that are drawn.
+
+    Raises:
+        ValueError: a number outside its range; no table among the parameters (when the state is made).
+        TypeError: `others` is not an optax transformation.
+
+    References:
+        Evans and Nair (2020), "Quadruply stochastic Gaussian processes", section 2 and proposition 3; Duchi, Hazan and
+        Singer (2011), "Adaptive subgradient methods for online learning and stochastic optimization".
+
+    Example:
+        >>> import optax, numpyro_sgp as sgp
+        >>> optim = sgp.RowSparse(step_size=0.1, others=optax.adam(1e-3))
+    """
+
+    def __init__(
+        self,
+        step_size: float | Callable[[Array], Array] = 0.1,
+        others: optax.GradientTransformation | None = None,
+        *,
+        refresh: int = 10_000,
+        seed: int = 0,
+    ) -> None:
+        first = step_size(jnp.asarray(0)) if callable(step_size) else step_size
+        try:
+            in_range = bool(first > 0.0)
+        except (TypeError, ValueError):
+            in_range = False
+        if not in_range:
+            msg = f"`step_size` must be positive, or a schedule of positive numbers, got {first!r}. The default is 0.1."
+            raise ValueError(msg)
+        others = optax.adam(1e-3) if others is None else others
+        if not isinstance(others, optax.GradientTransformation):
+            msg = (
+                f"`others` must be an optax transformation, got {type(others).__name__}. For example optax.adam(1e-3)."
+            )
+            raise TypeError(msg)
+        self.step_size = step_size
+        self.others = optax.with_extra_args_support(others)
+        self.refresh = positive("refresh", refresh, "The default is 10000.")
+        self.seed = seed
+
+    def init(self, params: Params) -> tuple[Array, RowSparseState]:
+        """The state before the first step; raises where no parameter is a table."""
+        tables = {name: value for name, value in params.items() if isinstance(value, Table)}
+        if not tables:
+            msg = (
+                f"`RowSparse` found no table among the parameters {sorted(params)}. Use `AutoQSGP` as the guide, or "
+                "give SVI a plain optax optimizer."
+            )
+            raise ValueError(msg)
+        others = {name: value for name, value in params.items() if name not in tables}
+        sums = {name: jnp.zeros_like(table.values) for name, table in tables.items()}
+        tracked = {name: _tracked_at_start(table) for name, table in tables.items()}
+        state = RowSparseState(others, self.others.init(others), tables, sums, tracked, jnp.zeros((), jnp.int32))
+        return jnp.asarray(0), state
+
+    def get_params(self, state: tuple[Array, RowSparseState]) -> Params:
+        """The current parameters."""
+        return {**state[1].params, **state[1].tables}
+
+    def _step(
+        self, fn: LossFn, state: tuple[Array, RowSparseState]
+    ) -> tuple[tuple[Array, Any], tuple[Array, RowSparseState], Array]:
+        step, inner = state
+        key = jax.random.fold_in(jax.random.key(self.seed), step)
+        tracked = dict(inner.tracked)
+        index, rows = {}, {}
+        for number, (name, table) in enumerate(inner.tables.items()):
+            index[name] = draw_index(jax.random.fold_in(key, number), table.size, table.batch)
+            rows[name] = table.at(index[name])
+        integrated: dict[str, list[bool]] = {name: [] for name in rows}
+
+        def loss_fn(change: dict[str, Array], others: Params, asked: dict[str, Any]) -> tuple[Array, Any]:
+            sampled = {}
+            for name, table in inner.tables.items():
+                known = tracked[name]
+                a = None if known is None else known[0] + known[1]
+                sampled[name] = Rows(
+                    table,
+                    table.size,
+                    rows[name],
+                    change[name],
+                    index[name],
+                    a,
+                    asked[name],
+                    _Mark(integrated[name]),
+                )
+            return fn({**others, **sampled})
+
+        zero = jax.tree.map(jnp.zeros_like, rows)
+        asked = {name: _asked(table) for name, table in inner.tables.items()}
+        (loss, aux), (gradient, grads, numbers) = jax.value_and_grad(loss_fn, (0, 1, 2), has_aux=True)(
+            zero, inner.params, asked
+        )
+        _check_integrated(integrated)
+        rate = self.step_size(step) if callable(self.step_size) else self.step_size
+        updates, others_state = self.others.update(grads, inner.others_state, inner.params, value=loss)
+        others = cast(Params, optax.apply_updates(inner.params, updates))
+        squares = jax.tree.map(lambda g: g * g, gradient)
+        sums = {name: inner.sums[name].at[index[name]].get(mode="promise_in_bounds") + squares[name] for name in rows}
+        moved = {
+            name: value - jnp.asarray(rate, value.dtype) * gradient[name] / jnp.sqrt(sums[name] + _SMALLEST_SUM)
+            for name, value in rows.items()
+        }
+        accepted = all_finite((loss, moved, others))
+        there, here = (others, others_state), (inner.params, inner.others_state)
+        (others, others_state), refused = moved_or_kept(accepted, there, here, inner.refused)
+        tables, new_sums = {}, {}
+        for name, table in inner.tables.items():
+            # A select on the rows; one on the tables would read and write all of them.
+            value = jnp.where(accepted, moved[name], rows[name])
+            change = jnp.where(accepted, squares[name], 0.0)
+            tables[name] = dataclasses.replace(table, values=_placed(table.values, index[name], value))
+            new_sums[name] = inner.sums[name].at[index[name]].add(change, mode="promise_in_bounds", unique_indices=True)
+            followed = _followed(table, tracked[name], index[name], rows[name], value)
+            tables[name], tracked[name] = self._refreshed(step, tables[name], followed, numbers[name], accepted)
+        after = RowSparseState(others, others_state, tables, new_sums, tracked, refused)
+        return (loss, aux), (step + 1, after), accepted
+
+    def _refreshed(
+        self, step: Array, table: Table, tracked: Any, numbers: list[Array] | None, accepted: Array
+    ) -> tuple[Table, Any]:
+        """The control variate with the kernel as it is now, and what it tracks computed anew, when that is due."""
+        if table.control is None or numbers is None:
+            return table, tracked
+        control, now = table.control, numbers
+
+        def anew() -> tuple[list[Array], Array, Any]:
+            kernel = with_numbers(control.kernel, now, table.size)
+            moved = Control.at(control.X, kernel, control.whitened, control.jitter)
+            a = dataclasses.replace(table, control=moved).tracked()
+            return now, moved.L, (a, jnp.zeros_like(a))
+
+        due = accepted & ((step + 1) % self.refresh == 0)
+        kept = numbers_of(control.kernel, table.size), control.L, tracked
+        held, L, tracked = lax.cond(due, anew, lambda: kept)
+        control = dataclasses.replace(control, kernel=with_numbers(control.kernel, held, table.size), L=L)
+        return dataclasses.replace(table, control=control), tracked
+
+
+def _asked(table: Table) -> list[Array] | None:
+    if table.control is None:
+        return None
+    return [jnp.zeros_like(number) for number in numbers_of(table.control.kernel, table.size)]
+
+
+class _Mark:
+    """A list that is compared by identity, for what may be a part of a pytree's structure."""
+
+    def __init__(self, entries: list[bool]) -> None:
+        self.entries = entries
+
+    def append(self, entry: bool) -> None:
+        self.entries.append(entry)
+
+
+def _placed(values: Array, index: Array, rows: Array) -> Array:
+    return values.at[index].set(rows, mode="promise_in_bounds", unique_indices=True)
+
+
+def _tracked_at_start(table: Table) -> tuple[Array, Array] | None:
+    if table.control is None:
+        return None
+    columns = 1 + (table.dense_columns or 0)
+    nothing = jnp.zeros((table.control.X.shape[0], columns), table.values.dtype)
+    # Weights that start at zero have nothing to be summed over all m of them; dense columns start at an identity.
+    a = lax.cond(jnp.any(table.values != 0) | (columns > 1), table.tracked, lambda: nothing)
+    return a, nothing
+
+
+def _followed(table: Table, tracked: Any, index: Array, before: Array, after: Array) -> Any:
+    """Φ_p w after the rows have moved, summed with compensation: what is added is what the rows have moved by."""
+    if tracked is None:
+        return None
+    assert table.control is not None
+    a, rest = tracked
+    moved = table.weights(after, index).linear - table.weights(before, index).linear
+    added = table.control.features(index) @ moved + rest
+    new = a + added
+    # The part of `added` that the sum has lost; exact in either order of size (Knuth's two-sum).
+    part = new - a
+    return new, (a - (new - part)) + (added - part)
+
+
+def _check_integrated(integrated: dict[str, list[bool]]) -> None:
+    missing = sorted(name for name, marks in integrated.items() if not marks)
+    if missing:
+        msg = (
+            f"The loss took the estimates made from sampled rows of {missing} for the posterior itself, or did not use "
+            "them: what it gives is no bound. Give SVI the loss `numpyro_sgp.QuadratureELBO()`, and the guide "
+            "`AutoQSGP` with this optimizer."
+        )
+        raise ValueError(msg)

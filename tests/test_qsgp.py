@@ -1,0 +1,406 @@
+"""Posteriors over the weights of very many basis functions: against dense Gaussians, by enumeration of all samples."""
+
+import functools
+import itertools
+
+from guides import initial_parameters, loss_at
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.testing import assert_allclose
+import numpyro
+import numpyro.distributions as dist
+from numpyro.distributions import constraints
+import oracles
+import pytest
+
+import numpyro_sgp as sgp
+from numpyro_sgp import conditionals, features, kernels
+from numpyro_sgp.concavity import check_concave, dependence, is_quadratic
+from numpyro_sgp.tables import Rows, Table, draw_index
+
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+
+RNG = np.random.default_rng(3)
+N, m, M, K, P = 3, 4, 2, 2, 2
+PHI, PHI_P = RNG.normal(size=(N, m)), RNG.normal(size=(P, m))
+ROOT = RNG.normal(size=(m, m))
+S = ROOT @ ROOT.T + np.eye(m)
+MEAN = RNG.normal(size=m)
+U, LOG_DIAGONAL = np.tril(RNG.normal(size=(m, K))), 0.3 * RNG.normal(size=m)
+U[range(K), range(K)] = np.exp(LOG_DIAGONAL[:K])
+D = np.where(np.arange(m) < K, 0.0, np.exp(LOG_DIAGONAL))
+C = np.concatenate([U, np.diag(D)[:, K:]], axis=1)
+NOISE, Y = 0.3, RNG.normal(size=N)
+SAMPLES = {
+    False: np.array(list(itertools.combinations(range(m), M))),
+    True: np.array(list(itertools.product(range(m), repeat=M))),
+}
+
+
+def at_all(fn, samples):
+    """`fn(index)` at each sample."""
+    return jax.jit(jax.vmap(fn))(jnp.asarray(samples))
+
+
+def averages(tree):
+    return jax.tree.map(lambda leaf: np.mean(leaf, axis=0), tree)
+
+
+# The estimates.
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_estimates_of_the_mean_and_its_square_and_their_gradients_average_to_the_dense_ones(replace):
+    weights, sample = np.concatenate([MEAN[:, None], U], axis=1), conditionals.inclusion(m, M, replace=replace)
+    L, Kpf = np.linalg.cholesky(np.array([[1.3, 0.4], [0.4, 0.9]])), RNG.normal(size=(P, N))
+    cotangents = RNG.normal(size=(2, N, K + 1))
+
+    def estimates(index):
+        a = PHI_P @ weights
+        w, Phi_p = jnp.asarray(weights)[index], jnp.asarray(PHI_P)[:, index]
+
+        def at(change, controlled):
+            residual = conditionals.nystrom_residual(L, Kpf, Phi_p, a) if controlled else None
+            return conditionals.linear_and_square(jnp.asarray(PHI)[:, index], w, change, sample, residual)
+
+        def zero(change):
+            return conditionals.control_variate(Phi_p, w, change, a, sample)
+
+        def dense_gradient(fn):
+            sparse = jax.grad(lambda change: fn(change))(jnp.zeros_like(w))
+            return jnp.zeros_like(weights).at[index].add(sparse)
+
+        nothing = jnp.zeros_like(w)
+        return {
+            controlled: (
+                at(nothing, controlled),
+                dense_gradient(lambda change, on=controlled: sum(map(jnp.vdot, cotangents, at(change, on)))),
+            )
+            for controlled in (False, True)
+        }, (zero(nothing), dense_gradient(lambda change: jnp.sum(zero(change))))
+
+    found, (control, control_gradient) = at_all(estimates, SAMPLES[replace])
+    f = PHI @ weights
+    gradient = PHI.T @ (cotangents[0] + 2.0 * f * cotangents[1])
+    for values, gradients in averages(found).values():
+        assert_allclose(values, (f, f**2), rtol=1e-10)
+        assert_allclose(gradients, gradient, rtol=1e-10)
+    assert_allclose(np.mean(control, axis=0), 0.0, atol=1e-12)
+    assert_allclose(np.mean(control_gradient, axis=0), 0.0, atol=1e-12)
+    assert np.std(control) > 0.1
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_variances_and_divergences_average_to_those_of_the_dense_gaussian(replace):
+    sample = conditionals.inclusion(m, M, replace=replace)
+    s = np.diag(S)
+
+    def estimates(index):
+        Phi, u, d, rho = jnp.asarray(PHI)[:, index], jnp.asarray(U)[index], jnp.asarray(D)[index], LOG_DIAGONAL
+        _, squares = conditionals.linear_and_square(Phi, u, jnp.zeros_like(u), sample)
+        parts = []
+        for block in (None, jnp.asarray(s)[index], jnp.asarray(S)[index][:, index]):
+            mean = conditionals.mean_divergence(jnp.asarray(MEAN)[index], block, sample)
+            parts.append(mean + conditionals.chevron_divergence(u, d, jnp.asarray(rho)[index], block, sample))
+        y = jnp.asarray(Y)
+        prior = conditionals.prior_loss(y, jnp.asarray(s)[index], NOISE, N, m, sample)
+        return conditionals.chevron_variance(squares, Phi, d, sample), jnp.stack(parts), prior
+
+    variance, parts, prior = averages(at_all(estimates, SAMPLES[replace]))
+    V = C @ C.T
+    assert_allclose(variance, np.diag(PHI @ V @ PHI.T), rtol=1e-10)
+    log_det = np.linalg.slogdet(S)[1]
+    expected = [oracles.gaussian_kl(MEAN, V, np.linalg.inv(prior)) for prior in (np.eye(m), np.diag(s), S)]
+    expected[2] += 0.5 * log_det  # which no block shows
+    assert_allclose(parts, expected, rtol=1e-10)
+    assert_allclose(prior, -np.sum(np.log(s)) - m + N * np.log(2 * np.pi * NOISE) + Y @ Y / NOISE, rtol=1e-10)
+
+
+def test_the_losses_of_the_paper_are_unbiased_for_independent_indices_and_biased_for_shared_ones():
+    samples = [np.array(sample) for sample in itertools.product(range(m), repeat=M)]
+    rows = [np.array([row]) for row in range(N)]
+    pairs = list(itertools.product(samples, samples, samples, rows))
+    i, j, r, row = (np.array(each) for each in zip(*pairs, strict=True))
+    Phi, S_, C_, mu = map(jnp.asarray, (PHI, S, C, MEAN))
+
+    def losses(i, j, r, row):
+        at = Phi[row][:, i], Phi[row][:, j]
+        block = S_[j][:, i]
+        first = conditionals.independent_mean_loss(jnp.asarray(Y)[row], *at, mu[i], mu[j], block, NOISE, N, m)
+        columns = C_[i][:, r], C_[j][:, r], jnp.asarray(LOG_DIAGONAL)[r]
+        return first, conditionals.independent_covariance_loss(*at, *columns, block, NOISE, N, m)
+
+    mean_loss, covariance_loss = jax.jit(jax.vmap(losses))(i, j, r, row)
+    dense = (-2 * Y @ PHI @ MEAN + np.sum((PHI @ MEAN) ** 2)) / NOISE + MEAN @ S @ MEAN
+    assert_allclose(np.mean(mean_loss), dense, rtol=1e-9)
+    dense = np.sum((PHI @ C) ** 2) / NOISE + np.trace(S @ C @ C.T) - 2 * np.sum(LOG_DIAGONAL)
+    assert_allclose(np.mean(covariance_loss), dense, rtol=1e-9)
+    shared = np.all(i == j, axis=1)
+    assert abs(np.mean(mean_loss[shared]) - np.mean(mean_loss)) > 1.0
+
+
+def test_the_diagonal_and_the_precisions_are_the_stationary_points_of_the_bound():
+    squares = np.sum(PHI**2, axis=0)
+    d = np.asarray(conditionals.optimal_diagonal(squares, np.diag(S), NOISE))
+    # d/dd of |Φ diag d|²/σ² + Σ s d² − 2 Σ log d
+    assert_allclose(2 * d * squares / NOISE + 2 * np.diag(S) * d - 2 / d, 0.0, atol=1e-10)
+    s = np.asarray(conditionals.optimal_precision(MEAN, d**2))
+    assert_allclose(MEAN**2 + d**2 - 1 / s, 0.0, atol=1e-12)
+
+
+def test_an_augmented_variance_is_that_of_a_basis_function_at_the_input():
+    k, prior = RNG.normal(size=N), 1.3
+    v = 1.0 / (1.0 / prior + k @ k / prior**2 / NOISE)  # the weight's prior variance is 1/k(x, x)
+    found = conditionals.augmented_variance(np.array(0.2), prior, k @ k, NOISE)
+    assert_allclose(found, 0.2 + v, rtol=1e-12)
+
+
+def test_the_bounding_scale_gives_a_bound_where_the_printed_root_does_not_and_the_jackknife_is_exact_for_squares():
+    sample, scale = conditionals.inclusion(m, M), 0.8
+    nodes, weights = map(jnp.asarray, oracles.gauss_hermite(60))
+
+    def psi(f, s):
+        return jnp.sum(weights * -jnp.abs(1.0 - (f[..., None] + s[..., None] * nodes)), axis=-1)
+
+    def estimates(index):
+        Phi, u = jnp.asarray(PHI)[:, index], jnp.asarray(U)[index]
+        f, _ = conditionals.linear_and_square(Phi, jnp.asarray(MEAN)[index][:, None], jnp.zeros((M, 1)), sample)
+        _, squares = conditionals.linear_and_square(Phi, u, jnp.zeros_like(u), sample)
+        v = conditionals.chevron_variance(squares, Phi, jnp.asarray(D)[index], sample)
+        halves = [m * Phi[:, k] * jnp.asarray(MEAN)[index][k] for k in range(M)]
+        square = conditionals.jackknife(f[:, 0] ** 2, halves[0] ** 2, halves[1] ** 2, M / m)
+        return psi(f[:, 0], conditionals.bounding_scale(v, scale)), square
+
+    bound, square = averages(at_all(estimates, SAMPLES[False]))
+    exact = psi(jnp.asarray(PHI @ MEAN), jnp.asarray(np.sqrt(np.diag(PHI @ C @ C.T @ PHI.T))))
+    assert np.all(bound < exact)
+    assert_allclose(square, (PHI @ MEAN) ** 2, rtol=1e-9)
+
+
+# Which rows are drawn.
+
+
+@pytest.mark.parametrize("size", [1000, 40])
+def test_drawn_indices_are_distinct_and_uniform(size):
+    draw = jax.jit(jax.vmap(functools.partial(draw_index, size=size, number=5)))
+    index = np.asarray(draw(jax.random.split(jax.random.key(0), 8000)))
+    assert np.all((index >= 0) & (index < size))
+    assert np.all(np.diff(np.sort(index, axis=1), axis=1) > 0)
+    counts = np.bincount(index.ravel(), minlength=size)
+    assert np.all(np.abs(counts - 40000 / size) < 5 * np.sqrt(40000 / size))
+    # Pairs: the share of those that are neighbours, which a linear congruence gets wrong.
+    near = np.mean(np.abs(index[:, 0] - index[:, 1]) <= size // 20)
+    share = 2 * (size // 20) / size
+    assert abs(near - share) < 5 * np.sqrt(share / 8000) + 1 / size
+    assert_allclose(draw_index(jax.random.key(0), 7, 7), np.arange(7))
+
+
+# What likelihoods are.
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "expected"),
+    [
+        (lambda f: dist.Normal(2.0 * f[::-1] + 1.0, 0.3), "quadratic"),
+        (lambda f: dist.Normal(0.0, 0.3), "quadratic"),
+        (lambda f: dist.Laplace(f, 0.3), "concave"),
+        (lambda f: dist.Bernoulli(logits=f - 1.0), "concave"),
+        (lambda f: dist.Poisson(3.0 * jnp.exp(f / 2.0)), "concave"),
+        (lambda f: dist.Poisson(jnp.exp(f) + 1.0), "unknown"),
+        (lambda f: dist.Poisson(jnp.exp(f * f)), "unknown"),
+        (lambda f: dist.Normal(f, jnp.exp(f)), "unknown"),
+        (lambda f: dist.Normal(f**2, 1.0), "unknown"),
+        (lambda f: dist.StudentT(4.0, f, 1.0), "unknown"),
+        (lambda f: dist.Bernoulli(probs=jax.nn.sigmoid(f)), "unknown"),
+    ],
+)
+def test_log_densities_are_told_apart_by_how_they_depend_on_the_latent(likelihood, expected):
+    f = jnp.zeros(3)
+    if is_quadratic(lambda f: likelihood(f).log_prob(1.0), f):
+        found = "quadratic"
+    else:
+        try:
+            check_concave("y", *dependence(likelihood, f), ())
+        except ValueError:
+            found = "unknown"
+        else:
+            found = "concave"
+    assert found == expected
+    check_concave("y", *dependence(likelihood, f), ("y",))
+
+
+# The guide.
+
+X = RNG.uniform(-1.0, 1.0, size=(5, 2))
+X_NEW = RNG.uniform(-1.0, 1.0, size=(4, 2))
+Z = RNG.uniform(-1.0, 1.0, size=(3, 2))
+BASIS = RNG.uniform(-1.0, 1.0, size=(6, 2))
+RANK, BATCH = 6, 3
+Y5 = RNG.normal(size=5)
+KERNELS = {
+    "fourier": lambda a, b: features.RandomFourier(kernels.SquaredExponential(a, b), RANK, jax.random.key(0)),
+    "inducing": lambda a, b: features.InducingBasis(kernels.SquaredExponential(a, b), BASIS),
+    "hilbert": lambda a, b: features.HilbertSpace(kernels.Matern52(a, b), (2, 3), (-2.0, 2.0)),
+}
+LIKELIHOODS = {
+    "normal": lambda f, noise: dist.Normal(f, noise),
+    "logistic": lambda f, noise: dist.Bernoulli(logits=3.0 * f),
+    "laplace": lambda f, noise: dist.Laplace(f, noise),
+    "student_t": lambda f, noise: dist.StudentT(4.0, f, noise),
+}
+A, B = 0.9, 1.4
+
+
+@functools.cache
+def model_with(name="fourier", likelihood="normal"):
+    def model(X, y=None, num_data=None):
+        def positive(name, value):
+            return numpyro.param(name, np.asarray(value), constraint=constraints.positive)
+
+        kernel = KERNELS[name](positive("a", A), positive("b", B))
+        f = numpyro.sample("f", sgp.GaussianProcess(kernel, X, 0.2))
+        with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
+            numpyro.sample("y", LIKELIHOODS[likelihood](f, positive("noise", 0.5)), obs=y)
+
+    return model
+
+
+FORMS = {
+    "covariance of inducing variables": {"inducing": Z},
+    "with a control variate": {"inducing": Z, "control": X[:2]},
+    "with the paper's": {"inducing": Z, "control": X[:2], "control_form": "paper"},
+    "mean-field": {"covariance": "chevron"},
+    "chevron": {"covariance": "chevron", "dense_columns": 2, "control": X[:2]},
+    "relevance": {"covariance": "chevron", "dense_columns": 1, "relevance": True},
+}
+
+
+def set_up(name, form, likelihood="normal", batch=BATCH):
+    """Model, guide, and parameters away from the prior."""
+    model = model_with(name, likelihood)
+    guide = sgp.AutoQSGP(model, basis_batch=batch, **FORMS[form])
+    params = initial_parameters(model, guide, X, y_of(likelihood))
+    rng = np.random.default_rng(0)
+    table = params["f_auto_basis"]
+    values = jnp.asarray(0.5 * rng.normal(size=table.values.shape))
+    params["f_auto_basis"] = Table(values, table.control, table.batch, table.dense_columns)
+    if "f_auto_S_sqrt" in params:
+        params["f_auto_S_sqrt"] = params["f_auto_S_sqrt"] + 0.3 * np.tril(rng.normal(size=(3, 3)))
+    return model, guide, params
+
+
+def y_of(likelihood):
+    return (Y5 > 0).astype(float) if likelihood == "logistic" else Y5
+
+
+def dense_posterior(name, form, params, inputs=X):
+    """Mean, covariance and divergence of the posterior that the parameters stand for."""
+    kernel = KERNELS[name](float(params["a"]), float(params["b"]))
+    Phi, prior = np.asarray(kernel.features(inputs)), np.asarray(kernel.prior_precision())
+    values = np.asarray(params["f_auto_basis"].values)
+    correlated = prior.ndim == 2
+    if form == "relevance":
+        prior = np.exp(values[:, -1])
+    elif not correlated:
+        Phi, prior = Phi / np.sqrt(prior), np.ones(RANK)
+    S = prior if correlated else np.diag(prior)
+    mean, kl = Phi @ values[:, 0], 0.5 * values[:, 0] @ S @ values[:, 0]
+    if "f_auto_S_sqrt" in params:
+        limit = np.asarray(kernel.kernel(Z, Z)) + 1e-6 * B * np.eye(3)
+        Kuf, Kff = np.asarray(kernel.kernel(Z, inputs)), np.asarray(kernel.kernel(inputs, inputs))
+        L, root = np.linalg.cholesky(limit), np.tril(params["f_auto_S_sqrt"])
+        V = L @ root @ root.T @ L.T
+        cross = np.linalg.solve(limit, Kuf)
+        covariance = Kff - Kuf.T @ cross + cross.T @ V @ cross
+        return mean, covariance, kl + oracles.gaussian_kl(np.zeros(3), V, limit)
+    k = FORMS[form].get("dense_columns", 0)
+    diagonal = np.exp(values[:, 1 + k])
+    root = np.diag(diagonal)
+    root[:, :k] = np.tril(values[:, 1 : 1 + k], -1) + root[:, :k]
+    V = root @ root.T
+    return mean, Phi @ V @ Phi.T, oracles.gaussian_kl(values[:, 0], V, np.diag(1 / prior))
+
+
+def rows_at(params, index, change):
+    table = params["f_auto_basis"]
+    tracked = None if table.control is None else table.tracked()
+    return Rows(table, table.size, table.values[index], change, index, tracked, None, [])
+
+
+@functools.cache
+def enumerated(name, form, likelihood):
+    """Loss and gradients with all rows of the table, and with each sample of them."""
+    model, guide, params = set_up(name, form, likelihood)
+    table = params["f_auto_basis"]
+    hyper = {key: params[key] for key in ("a", "b", "noise") if key in params}
+
+    def whole(values, hyper):
+        moved = Table(values, table.control, table.batch, table.dense_columns)
+        return loss_at({**params, **hyper, "f_auto_basis": moved}, model, guide, X, y_of(likelihood))
+
+    def sampled(index):
+        def loss(change, hyper):
+            rows = rows_at(params, index, change)
+            return loss_at({**params, **hyper, "f_auto_basis": rows}, model, guide, X, y_of(likelihood))
+
+        zero = jnp.zeros((len(index), table.values.shape[1]))
+        value, (sparse, gradient) = jax.value_and_grad(loss, (0, 1))(zero, hyper)
+        return value, jnp.zeros_like(table.values).at[index].add(sparse), gradient
+
+    value, (gradient, hyper_gradient) = jax.jit(jax.value_and_grad(whole, (0, 1)))(table.values, hyper)
+    samples = np.array(list(itertools.combinations(range(RANK), BATCH)))
+    return params, (value, gradient, hyper_gradient), at_all(sampled, samples)
+
+
+CASES = [
+    ("fourier", "with a control variate"),
+    ("fourier", "with the paper's"),
+    ("fourier", "chevron"),
+    ("fourier", "relevance"),
+    ("inducing", "covariance of inducing variables"),
+]
+
+
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_with_a_gaussian_likelihood_losses_and_gradients_average_to_those_of_the_dense_bound(name, form):
+    params, (value, gradient, hyper_gradient), sampled = enumerated(name, form, "normal")
+    mean, covariance, kl = dense_posterior(name, form, params)
+    ell = -0.5 * ((Y5 - mean - 0.2) ** 2 + np.diag(covariance)) / 0.25 - 0.5 * np.log(2 * np.pi * 0.25)
+    assert_allclose(value, kl - np.sum(ell), rtol=1e-8)
+    found = averages(sampled)
+    assert_allclose(found[0], value, rtol=1e-8)
+    assert np.std(sampled[0]) > 1e-3
+    assert_allclose(found[1], gradient, rtol=1e-7, atol=1e-8)
+    for key, expected in hyper_gradient.items():
+        assert_allclose(found[2][key], expected, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("form", "likelihood"), [("covariance of inducing variables", "logistic"), ("mean-field", "laplace")]
+)
+def test_with_another_likelihood_the_loss_is_above_the_dense_one_and_equal_to_it_with_all_basis_functions(
+    form, likelihood
+):
+    _, (value, _, _), sampled = enumerated("fourier", form, likelihood)
+    assert np.mean(sampled[0]) > value + 1e-3
+    model, guide, params = set_up("fourier", form, likelihood, batch=RANK)
+    width = params["f_auto_basis"].values.shape[1]
+    rows = rows_at(params, jnp.arange(RANK), jnp.zeros((RANK, width)))
+    exact = loss_at({**params, "f_auto_basis": rows}, model, guide, X, y_of(likelihood))
+    assert_allclose(exact, value, rtol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("fourier", "chevron"), ("inducing", "covariance of inducing variables"), ("hilbert", "relevance")],
+)
+def test_predictions_are_those_of_the_dense_posterior_in_blocks(name, form):
+    _, guide, params = set_up(name, form, batch=4)
+    q = guide.posterior(jax.random.key(0), params, X_NEW)["f"]
+    mean, covariance, kl = dense_posterior(name, form, params, X_NEW)
+    assert_allclose(q.mean, mean + 0.2, rtol=1e-8)
+    assert_allclose(q.variance, np.diag(covariance), rtol=1e-7)
+    assert_allclose(q.covariance(), covariance, rtol=1e-6, atol=1e-8)
+    if name != "inducing":
+        assert_allclose(q.kl, kl, rtol=1e-8)
