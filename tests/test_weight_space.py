@@ -3,6 +3,7 @@
 import functools
 import itertools
 import pickle
+import warnings
 
 from guides import initial_parameters, loss_at
 import jax
@@ -22,6 +23,7 @@ from scipy.optimize import minimize
 import numpyro_sgp as sgp
 from numpyro_sgp import conditionals, features, kernels
 from numpyro_sgp.finite_rank import precision_matrix
+from numpyro_sgp.fitting.averages import warn_of_few_rows
 from numpyro_sgp.sites import TiedSites
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
@@ -351,3 +353,38 @@ def test_a_rank_that_does_not_fit_into_memory_is_refused_before_anything_is_allo
 def test_an_unknown_parametrisation_is_refused():
     with pytest.raises(ValueError, match="`parametrization` must be one of"):
         sgp.AutoWeightSpaceGP(with_kernel(kernels.Linear()), parametrization="nautral")
+
+
+def test_fit_warns_of_natural_steps_that_average_over_few_rows_for_the_rank():
+    model = model_with("expanded")  # of rank 3
+
+    @functools.cache
+    def start(guide):
+        return SVI(model, guide, sgp.NaturalGradient(), sgp.QuadratureELBO()).init(jax.random.key(0), X, y_of())
+
+    def said(guide, step_size, batch_size, num_steps):
+        svi, state = SVI(model, guide, sgp.NaturalGradient(step_size), sgp.QuadratureELBO()), start(guide)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warn_of_few_rows(svi, state, batch_size, N, num_steps)
+        return [str(warning.message) for warning in caught]
+
+    weights, inducing = sgp.AutoWeightSpaceGP(model), sgp.AutoTSVGP(model, X[:3])
+    (message,) = said(weights, 0.5, 2, 9)
+    for part in ("the 3 weights of 'f'", "B/ρ = 2/0.5 = 4 rows", "`step_size` of 0.13 or less"):
+        assert part in message
+    assert said(weights, 0.13, 2, 9) == []  # 15.4 rows
+    assert said(weights, 0.5, N, 9) == []  # all rows are no batch
+    assert said(inducing, 0.5, 2, 9) == []
+
+    # A schedule counts where it is half-way through.
+    def schedule(t):
+        return 1.0 / (1.0 + t)
+
+    assert "2/0.2 = 10 rows" in said(weights, schedule, 2, 9)[0]
+    assert said(weights, schedule, 2, 20) == []
+
+    svi = SVI(model, weights, sgp.NaturalGradient(0.5, frozen), sgp.QuadratureELBO())
+    with pytest.warns(UserWarning, match="Fewer than 5 for each weight") as caught:
+        sgp.fit(svi, jax.random.key(0), (X, y_of()), batch_size=2, num_steps=1, progress_bar=False)
+    assert caught[0].filename == __file__
