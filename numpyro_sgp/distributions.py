@@ -15,7 +15,7 @@ from numpyro.distributions import constraints
 from numpyro.distributions.distribution import ExpandedDistribution, Independent, MaskedDistribution
 from numpyro.distributions.kl import kl_divergence
 
-from numpyro_sgp.conditionals import Moments
+from numpyro_sgp.conditionals import Moments, standard_deviation
 from numpyro_sgp.linalg import cholesky, default_jitter, log_determinant, matmul, matvec, solve_lower
 from numpyro_sgp.pytrees import PytreeFunction
 from numpyro_sgp.quadrature import gauss_hermite
@@ -201,7 +201,7 @@ class SparsePosterior(dist.Distribution):
         shape = (*sample_shape, *self.batch_shape, *self.event_shape)
         noise = jax.random.normal(key, shape, self.moments.mean.dtype)
         if not self.joint:
-            return self.mean + jnp.sqrt(self.variance) * noise
+            return self.mean + standard_deviation(self.variance) * noise
         # The posterior covariance may be singular; its jitter is relative to the prior's scale, as its rounding is.
         scale = jnp.mean(self.prior.kernel(self.prior.X), axis=-1)[..., None, None]
         identity = jnp.eye(self.event_shape[0], dtype=noise.dtype)
@@ -216,7 +216,7 @@ class SparsePosterior(dist.Distribution):
             num_nodes: exact where `fn` is a polynomial of degree below 2 · num_nodes.
         """
         nodes, weights = (jnp.asarray(x, self.moments.mean.dtype) for x in gauss_hermite(num_nodes))
-        mean, scale = self.mean, jnp.sqrt(self.variance)
+        mean, scale = self.mean, standard_deviation(self.variance)
         values = jax.vmap(lambda node: fn(mean + scale * node))(nodes)
         return jnp.tensordot(weights, values, axes=1, precision=lax.Precision.HIGHEST)
 
@@ -224,7 +224,7 @@ class SparsePosterior(dist.Distribution):
         """Quantiles of each marginal, of shape q.shape + (..., N)."""
         z = jax.scipy.special.ndtri(jnp.asarray(q, self.moments.mean.dtype))
         z = z.reshape(z.shape + (1,) * (len(self.batch_shape) + 1))
-        return self.mean + jnp.sqrt(self.variance) * z
+        return self.mean + standard_deviation(self.variance) * z
 
     def log_prob(self, value: Array) -> Array:
         msg = (

@@ -6,7 +6,7 @@ import importlib.util
 import math
 
 import arviz as az
-from guides import GUIDES, POSTERIORS, MINIBATCH, arbitrary_parameters, optimizer
+from guides import GUIDES, MINIBATCH, POSTERIORS, arbitrary_parameters, optimizer
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -253,6 +253,41 @@ def test_minibatch_steps_are_the_recursion_of_stochastic_compositional_gradient_
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_a_row_whose_features_all_vanish_has_a_gradient_and_its_step_is_taken(form):
+    rows, y = np.concatenate([X, np.zeros((1, 2))]), np.append(y_of(), 0.4)
+
+    def model(X, y=None):
+        kernel = features.FeatureMap(network, numpyro.param("weights", W), 1.3)
+        f = numpyro.sample("f", sgp.GaussianProcess(kernel, X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    guide = sgp.AutoWeightSpaceGP(model, parametrization=form)
+    r, params = 4, initial_parameters(model, guide, rows, y)
+    m, root = RNG.normal(size=r), np.tril(RNG.normal(size=(r, r)))
+    P = np.eye(r) / 1.3 + root @ root.T
+    if form == "root":  # of the whitened weights
+        own = {"f_auto_m": m / 1.3**0.5, "f_auto_R": 1.3**0.5 * root}
+    else:
+        own = {"f_auto_sites": TiedSites(jnp.asarray(P @ m), jnp.asarray(root @ root.T))}
+    params, V = {**params, **own}, np.linalg.inv(P)
+
+    def minus_bound(weights):
+        Phi = network(weights, rows)
+        misfit = jnp.sum((y - Phi @ m) ** 2) + jnp.sum(Phi @ V * Phi)
+        log_normaliser = 0.5 * len(rows) * np.log(2 * np.pi * NOISE**2)
+        return 0.5 * misfit / NOISE**2 + log_normaliser + oracles.gaussian_kl(m, V, 1.3 * np.eye(r))
+
+    assert_allclose(network(W, rows)[-1], 0.0)
+    ours = jax.value_and_grad(lambda w: loss_at({**params, "weights": w}, model, guide, rows, y))(jnp.asarray(W))
+    dense = jax.value_and_grad(minus_bound)(jnp.asarray(W))
+    assert_allclose(ours[0], dense[0], rtol=1e-9)
+    assert_allclose(ours[1], dense[1], rtol=1e-8)
+    if form == "natural":
+        stepped(model, guide, params, 0.5, rows, y, others=optax.sgd(1e-3))
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_losses_and_gradients_of_batches_average_to_those_of_all_data(form):
     model, guide, params = set_up("map", form, "student_t")
     y = y_of("student_t")

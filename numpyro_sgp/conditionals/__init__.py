@@ -28,7 +28,7 @@ from numpyro_sgp.conditionals.dual import (
     projected_at,
 )
 from numpyro_sgp.conditionals.mean_and_root import unwhitened, whitened
-from numpyro_sgp.conditionals.moments import Moments, Projection, perturbed_moments, project
+from numpyro_sgp.conditionals.moments import Moments, Projection, perturbed_moments, project, standard_deviation
 from numpyro_sgp.conditionals.tied import Tie, Tied, tied
 from numpyro_sgp.conditionals.weight_space import weight_space, weight_space_mean
 
@@ -59,6 +59,7 @@ __all__ = [
     "projected_at",
     "residual_variance",
     "solve",
+    "standard_deviation",
     "tied",
     "unwhitened",
     "weight_space",
