@@ -48,7 +48,7 @@ def warn_of_few_rows(svi: SVI, state: Any, batch_size: int, rows: int, num_steps
     rate = float(optim.step_size(jnp.asarray(half)) if callable(optim.step_size) else optim.step_size)
     site, rank = max(ranks.items(), key=lambda item: item[1])
     averaged = batch_size / rate if rate > 0.0 else float("inf")
-    if averaged < _ROWS_FOR_EACH_WEIGHT * rank:
+    if averaged < (1.0 - 1e-5) * _ROWS_FOR_EACH_WEIGHT * rank:  # a schedule may compute just that in float32
         warnings.warn(
             f"The posterior over the {rank} weights of {site!r} is an average over about B/ρ = "
             f"{batch_size}/{rate:.3g} = {averaged:.0f} rows half-way through this run. Fewer than "
