@@ -1,10 +1,7 @@
 """A deep kernel: inputs go through a small network before they are compared.
 
 A function with a jump and a lengthscale that changes, against the same GP without the network, on held-out data; and a
-function that the plain kernel is made for, where the network has nothing to offer. Then the function with a jump again,
-on many more rows in batches of sixteen: the features of the network are then a kernel of finite rank, and its weights
-are trained by the bound of a posterior over the weights of those features, which batches estimate without bias, and by
-the marginal likelihood of each batch, which is biased.
+function that the plain kernel is made for, where the network has nothing to offer.
 
     python examples/deep_kernel.py [--smoke] [--output deep_kernel.png]
 """
@@ -20,13 +17,11 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import SVI
-from numpyro.infer.autoguide import AutoDelta
 import optax
 from scipy import stats
 
 import numpyro_sgp as sgp
 from numpyro_sgp.diagnostics import plot_band
-from numpyro_sgp.marginal_likelihood import log_evidence
 
 numpyro.enable_x64()
 
@@ -95,52 +90,6 @@ def fitted(deep: bool, num_steps: int):
     return guide, run
 
 
-def hidden(weights, X):
-    """The last hidden layer, (N, 32), as features of a kernel."""
-    for W, b in weights[:-1]:
-        X = jnp.tanh(X @ W + b)
-    return X
-
-
-def model_of_features(X, y=None, num_data=None):
-    """Regression whose kernel is made of the features alone: of rank 32."""
-    weights = numpyro.param("network", initial_weights)
-    variance = numpyro.param("variance", 0.1, constraint=dist.constraints.positive)
-    noise = numpyro.param("noise", 0.3, constraint=dist.constraints.positive)
-    f = numpyro.sample("f", sgp.GaussianProcess(sgp.features.FeatureMap(hidden, weights, variance), X))
-    with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
-        numpyro.sample("y", dist.Normal(f, noise), obs=y)
-
-
-def on_batches(num_steps: int, num_rows: int, batch_size: int = 16) -> None:
-    """Train the network on small batches, by the bound and by the evidence of each batch."""
-    rng = np.random.default_rng(100)
-    X = rng.uniform(-1.5, 1.5, size=(num_rows, 1))
-    y = jump(X) + NOISE * rng.normal(size=num_rows)
-    rank = WIDTHS[-2]
-    adam = optax.adam(optax.cosine_decay_schedule(1e-2, num_steps))
-    # The network waits until the posterior has seen twenty rows for each weight.
-    waiting = optax.chain(optax.scale_by_schedule(lambda t: jnp.where(t * batch_size < 20 * rank, 0.0, 1.0)), adam)
-
-    def step_size(t):
-        return jnp.maximum(1.0 / (1.0 + t), batch_size / (5.0 * rank))
-
-    ways = {
-        "the bound": ("mean", sgp.NaturalGradient(step_size, waiting), sgp.QuadratureELBO(num_nodes=3)),
-        "the evidence of batches": ("natural", adam, sgp.BatchMarginalLikelihood()),
-    }
-    for name, (parametrization, optim, loss) in ways.items():
-        guide = sgp.AutoWeightSpaceGP(model_of_features, parametrization=parametrization, base=AutoDelta)
-        svi = SVI(model_of_features, guide, optim, loss)
-        fit = sgp.fit(svi, jax.random.key(0), (X, y), batch_size=batch_size, num_steps=num_steps, progress_bar=False)
-        A = jnp.sqrt(fit.params["variance"]) * hidden(fit.params["network"], X).T
-        evidence = float(log_evidence(A, y, fit.params["noise"] ** 2))
-        print(
-            f"batches of {batch_size} of {num_rows} rows, by {name}: -log p(y) of all rows "
-            f"{-evidence / num_rows:.3f} a row, noise {fit.params['noise']:.3f} (truth {NOISE})"
-        )
-
-
 def main(num_steps: int, num_rows: int, num_sets: int, output: Path) -> None:
     """Fit both kernels to both functions, draw the jump."""
     fits = {name: fitted(name == "deep", num_steps) for name in ("plain", "deep")}
@@ -190,7 +139,5 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     if arguments.smoke:
         main(20, 60, 1, arguments.output)
-        on_batches(20, 40)
     else:
         main(2000, 300, 6, arguments.output)
-        on_batches(10_000, 3000)
