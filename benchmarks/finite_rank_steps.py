@@ -113,6 +113,8 @@ def figure(result: dict, path: Path) -> None:
             ax.loglog([row[size] for row in rows], [row[name] for row in rows], "o-", color=f"C{number}", label=name)
         label = "features r" if size == "r" else "rows in a batch, B"
         ax.set(xlabel=label, title=f"{other} = {result['sizes']['fixed'][other]}")
+        ax.set_xticks([row[size] for row in rows], [str(row[size]) for row in rows])
+        ax.set_xticks([], minor=True)
         ax.grid(alpha=0.3)
     axes[0].set_ylabel("CPU milliseconds of a step")
     axes[0].legend(frameon=False, fontsize=8)
