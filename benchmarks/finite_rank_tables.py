@@ -6,13 +6,18 @@ Every method has the same number of epochs, the same start, and Adam at a rate t
 likelihood is that of all training rows at the hyperparameters, exactly; as in the paper, a run is judged where it was
 best, among `--checks` checks in equal distances, all of which are kept. RMSE is that of the exact posterior there, in
 units of the standard deviation of the outputs; SVGP, with as many inducing inputs as a batch has rows, predicts by its
-own posterior, and its likelihood is that of its kernel, for "gaussian" through the same random features.
+own posterior, and its likelihood is that of its kernel, for "gaussian" through the same random features. To compare
+with the paper, whose outputs keep their units, add the logarithm of that standard deviation, which is kept as well.
+
+Runs that the file in `--output` already has, of the same settings, are not repeated: sets, folds and methods can be
+added one by one. The figure is that of both measures along the runs of the first fold.
 
     python benchmarks/finite_rank_tables.py --data kin40k.npz bike.npz [--folds 0 1 2 3 4] [--epochs 100]
-        [--kernels linear gaussian] [--output results]
+        [--kernels linear gaussian] [--batches 32] [--output results] [--figure curves.png]
 """
 
 import argparse
+import json
 from pathlib import Path
 
 from common import npz, report
@@ -29,8 +34,8 @@ import numpyro_sgp as sgp
 
 FULL = {"width": 128, "rank": 1000, "batches": {"linear": [32, 128], "gaussian": [16, 64]}}
 REDUCED = {"width": 8, "rank": 20, "batches": {"linear": [16], "gaussian": [16]}}
-METHODS = ["natural gradient", "compositional", "minimax", "batch evidence", "SVGP"]
-REDUCED_METHODS = {"linear": METHODS[:3], "gaussian": METHODS[-1:]}
+METHODS = ["natural gradient", "mean and natural precision", "compositional", "minimax", "batch evidence", "SVGP"]
+REDUCED_METHODS = {"linear": METHODS[1:4], "gaussian": METHODS[-1:]}
 
 
 def network(weights, X):
@@ -113,17 +118,22 @@ def svi_of(method: str, kind: str, p: dict, data, batch: int, steps: int, rate: 
     rank = batch if method == "SVGP" else p["width"] if kind == "linear" else p["rank"]
 
     def rho(t):
-        # Averages of a plain mean at first, then of twenty times as many rows as there are weights, then of ever more.
-        return jnp.minimum(jnp.maximum(1.0 / (1.0 + t), batch / (20.0 * rank)), 0.5 * (1.0 + t) ** -0.5)
+        # A plain mean at first, then averages over five rows for each weight: what is older has other features.
+        return jnp.maximum(1.0 / (1.0 + t), min(batch / (5.0 * rank), 1.0))
 
     adam = optax.adam(optax.cosine_decay_schedule(rate, steps))
+    # Until q has seen twenty rows for each weight it is near the prior, and features would shrink from its variance.
+    wait = int(20 * rank / batch)
+    waiting = optax.chain(optax.scale_by_schedule(lambda t: jnp.where(t < wait, 0.0, 1.0)), adam)
     elbo = sgp.QuadratureELBO(num_nodes=3)  # exact: the logarithm of a normal density is a quadratic
 
     def weights(parametrization, **options):
         return sgp.AutoWeightSpaceGP(model, parametrization=parametrization, base=AutoDelta, **options)
 
     if method == "natural gradient":
-        return SVI(model, weights("natural"), sgp.NaturalGradient(rho, adam), elbo)
+        return SVI(model, weights("natural"), sgp.NaturalGradient(rho, waiting), elbo)
+    if method == "mean and natural precision":
+        return SVI(model, weights("mean"), sgp.NaturalGradient(rho, waiting), elbo)
     if method == "compositional":
         return SVI(model, weights("averaged"), adam, sgp.CompositionalMarginalLikelihood(lambda t: (1.0 + t) ** -0.5))
     if method == "minimax":
@@ -169,6 +179,14 @@ def run(method: str, kind: str, p: dict, data, test, batch: int, epochs: int, ch
     return {**curve[int(np.argmin(finite))], "steps": steps * checks, "curve": curve}
 
 
+def log_scale(path: Path | None, fold: int) -> float:
+    """The logarithm of the standard deviation that the outputs were divided by."""
+    if path is None:
+        return 0.0
+    with np.load(path, allow_pickle=False) as file:
+        return float(np.log(file["y"][~file["test_mask"][:, fold]].std()))
+
+
 def problem(path: Path | None, fold: int) -> tuple:
     """Training and test data in single precision."""
     if path is None:
@@ -182,27 +200,76 @@ def problem(path: Path | None, fold: int) -> tuple:
     return (X, y), (X_test, y_test)
 
 
+def figure(result: dict, path: Path) -> None:
+    """Both measures along the runs of the first fold: a column for each table."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    cells = list(dict.fromkeys(key.rpartition("/")[0] for key in result["runs"]))
+    panel, axes = plt.subplots(
+        2, len(cells), figsize=(1.4 + 2.3 * len(cells), 4.6), layout="constrained", squeeze=False, sharex="col"
+    )
+    for column, cell in zip(axes.T, cells, strict=True):
+        for number, method in enumerate(METHODS):
+            folds = result["runs"].get(f"{cell}/{method}")
+            if not folds:
+                continue
+            curve = next(iter(folds.values()))["curve"]
+            for ax, measure in zip(column, ("nlml", "rmse"), strict=True):
+                epochs = result["epochs"] * np.arange(1, 1 + len(curve)) / len(curve)
+                ax.plot(epochs, [entry[measure] for entry in curve], ".-", color=f"C{number}", label=method)
+        # With no features at all it is 1.42; what is worse than that leaves the picture.
+        seen = [y for line in column[0].get_lines() for y in line.get_ydata() if y < 1.5]
+        column[0].set_ylim(min(seen) - 0.05 * np.ptp(seen), max(seen) + 0.05 * np.ptp(seen))
+        name, kind, batch = cell.split("/")
+        column[0].set_title(f"{name}, {kind}, B = {batch}", fontsize=9)
+        column[1].set_xlabel("epochs")
+        column[1].set_yscale("log")
+    axes[0, 0].set_ylabel("−log p(y) a row")
+    axes[1, 0].set_ylabel("RMSE on held-out rows")
+    handles = {label: handle for ax in axes[0] for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    panel.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False)
+    panel.savefig(path, dpi=110)
+    print(f"figure written to {path}")
+
+
+def with_earlier_runs(result: dict, folder: Path | None) -> dict:
+    """The result with the runs of a file of the same settings."""
+    file = folder and folder / "finite_rank_tables.json"
+    if not file or not file.exists():
+        return result
+    earlier = json.loads(file.read_text())
+    same = all(earlier.get(name) == result[name] for name in ("settings", "epochs", "rate", "dtype"))
+    return {**result, "runs": earlier["runs"], "log_scale": earlier["log_scale"]} if same else result
+
+
 def main(arguments: argparse.Namespace) -> None:
     """One table for each data set, kernel and batch size."""
     p = REDUCED if arguments.reduced else FULL
     epochs, checks = (2, 2) if arguments.reduced else (arguments.epochs, arguments.checks)
-    result: dict = {"settings": p, "epochs": epochs, "dtype": "float32", "rate": arguments.rate, "runs": {}}
+    result: dict = {"settings": p, "epochs": epochs, "dtype": "float32", "rate": arguments.rate}
+    result = with_earlier_runs({**result, "log_scale": {}, "runs": {}}, arguments.output)
     for path in arguments.data or [None]:
         name = "simulated" if path is None else path.stem
         for kind in arguments.kernels:
-            for batch in p["batches"][kind]:
+            for batch in arguments.batches or p["batches"][kind]:
                 print(f"{name}, {kind}, batches of {batch}")
                 for method in REDUCED_METHODS[kind] if arguments.reduced else arguments.methods:
-                    key = f"{name}/{kind}/{batch}/{method}"
+                    runs = result["runs"].setdefault(f"{name}/{kind}/{batch}/{method}", {})
                     for fold in arguments.folds:
+                        if str(fold) in runs:
+                            continue
                         data, test = problem(path, fold)
-                        found = run(method, kind, p, data, test, batch, epochs, checks, arguments.rate)
-                        result["runs"].setdefault(key, {})[str(fold)] = found
+                        result["log_scale"].setdefault(name, {})[str(fold)] = log_scale(path, fold)
+                        runs[str(fold)] = run(method, kind, p, data, test, batch, epochs, checks, arguments.rate)
                         report("finite_rank_tables", result, arguments.output)
-                    folds = result["runs"][key].values()
                     for measure in ("nlml", "rmse"):
-                        values = [found[measure] for found in folds]
-                        print(f"  {method:<18} {measure} {np.mean(values):8.4f} ± {np.std(values):.4f}", flush=True)
+                        values = [found[measure] for found in runs.values()]
+                        print(f"  {method:<26} {measure} {np.mean(values):8.4f} ± {np.std(values):.4f}", flush=True)
+    if arguments.figure is not None:
+        figure(result, arguments.figure)
 
 
 if __name__ == "__main__":
@@ -211,9 +278,11 @@ if __name__ == "__main__":
     parser.add_argument("--data", type=Path, nargs="*", help="npz files with X, y and test_mask")
     parser.add_argument("--folds", type=int, nargs="*", default=[0])
     parser.add_argument("--kernels", nargs="*", choices=["linear", "gaussian"], default=["linear", "gaussian"])
+    parser.add_argument("--batches", type=int, nargs="*", help="sizes of batches, for those of the paper's tables")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=METHODS)
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--checks", type=int, default=20, help="how often a run is judged")
-    parser.add_argument("--rate", type=float, default=3e-3, help="of Adam at the start")
+    parser.add_argument("--rate", type=float, default=1e-2, help="of Adam at the start")
     parser.add_argument("--output", type=Path, help="folder for the result as JSON")
+    parser.add_argument("--figure", type=Path, help="file for the figure")
     main(parser.parse_args())

@@ -16,7 +16,7 @@ from numpyro.distributions.distribution import ExpandedDistribution, Independent
 from numpyro.distributions.kl import kl_divergence
 
 from numpyro_sgp.concavity import is_quadratic
-from numpyro_sgp.conditionals import Moments
+from numpyro_sgp.conditionals import Moments, standard_deviation
 from numpyro_sgp.linalg import cholesky, default_jitter, log_determinant, matmul, matvec, solve_lower
 from numpyro_sgp.pytrees import PytreeFunction
 from numpyro_sgp.quadrature import gauss_hermite
@@ -207,7 +207,7 @@ class SparsePosterior(dist.Distribution):
         shape = (*sample_shape, *self.batch_shape, *self.event_shape)
         noise = jax.random.normal(key, shape, self.moments.mean.dtype)
         if not self.joint:
-            return self.mean + jnp.sqrt(self.variance) * noise
+            return self.mean + standard_deviation(self.variance) * noise
         # The posterior covariance may be singular; its jitter is relative to the prior's scale, as its rounding is.
         scale = jnp.mean(self.kernel(self.prior.X), axis=-1)[..., None, None]
         identity = jnp.eye(self.event_shape[0], dtype=noise.dtype)
@@ -228,7 +228,7 @@ class SparsePosterior(dist.Distribution):
         mean, sampled = self.mean, self.moments.sampled
         if sampled is not None and is_quadratic(fn, mean):
             return expected_quadratic(fn, mean, sampled.excess + sampled.variance)
-        scale = jnp.sqrt(self.variance) if sampled is None else sampled.scale
+        scale = standard_deviation(self.variance) if sampled is None else sampled.scale
         values = jax.vmap(lambda node: fn(mean + scale * node))(nodes)
         return jnp.tensordot(weights, values, axes=1, precision=lax.Precision.HIGHEST)
 
@@ -236,7 +236,7 @@ class SparsePosterior(dist.Distribution):
         """Quantiles of each marginal, of shape q.shape + (..., N)."""
         z = jax.scipy.special.ndtri(jnp.asarray(q, self.moments.mean.dtype))
         z = z.reshape(z.shape + (1,) * (len(self.batch_shape) + 1))
-        return self.mean + jnp.sqrt(self.variance) * z
+        return self.mean + standard_deviation(self.variance) * z
 
     def log_prob(self, value: Array) -> Array:
         msg = (

@@ -17,7 +17,7 @@ from numpyro.primitives import Messenger
 from numpyro.util import _validate_model, check_model_guide_match
 
 from numpyro_sgp.concavity import check_concave, dependence, is_quadratic
-from numpyro_sgp.conditionals import jackknife
+from numpyro_sgp.conditionals import jackknife, standard_deviation
 from numpyro_sgp.distributions import SparsePosterior, unwrap
 from numpyro_sgp.quadrature import gauss_hermite, product_grid
 
@@ -285,7 +285,7 @@ class Particle:
         key: Array,
     ) -> Array:
         """Σ over the rule's terms of their expectations under the marginals of f."""
-        moments = {name: (q.mean, jnp.sqrt(q.variance)) for name, q in free.items()}
+        moments = {name: (q.mean, standard_deviation(q.variance)) for name, q in free.items()}
         z, weights = self.nodes(rule, {name: mean for name, (mean, _) in moments.items()}, key)
 
         def at(z: Mapping[str, Array]) -> Array:

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 
 from numpyro_sgp.linalg import cholesky, solve_lower
 
-__all__ = ["FiniteRank", "has_correlated_weights", "precision_matrix", "weight_precision", "whitened_features"]
+__all__ = [
+    "FiniteRank",
+    "has_correlated_weights",
+    "precision_matrix",
+    "weight_precision",
+    "whiten_features",
+    "whitened_features",
+]
 
 
 @runtime_checkable
@@ -53,7 +60,11 @@ def precision_matrix(kernel: FiniteRank, rank: int) -> Array:
 
 def whitened_features(kernel: FiniteRank, X: Array) -> Array:
     """Features of independent weights with variance one: L_S⁻¹φ(x) for each row, S = L_S L_Sᵀ, (..., N, r)."""
-    Phi = kernel.features(X)
+    return whiten_features(kernel, kernel.features(X))
+
+
+def whiten_features(kernel: FiniteRank, Phi: Array) -> Array:
+    """The features Phi of a kernel, (..., N, r), as those of independent weights with variance one."""
     if not has_correlated_weights(kernel):
         return Phi / jnp.sqrt(weight_precision(kernel, Phi))[..., None, :]
     A = solve_lower(cholesky(kernel.prior_precision()), jnp.swapaxes(Phi, -1, -2))

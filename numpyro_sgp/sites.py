@@ -67,7 +67,7 @@ class TiedSites(AbstractSites):
     """Sums over the data: λ₁ = Σ_i a_i g_i and Λ₂ = Σ_i β_i a_i a_iᵀ, in the basis that the posterior chose for a_i.
 
     Args:
-        lambda1: (..., M).
+        lambda1: (..., M), or (..., 0) where the mean is a parameter of its own.
         Lambda2: symmetric positive semi-definite, (..., M, M).
         anchor: the inducing variables that the sums refer to, where these are trained and so move away from them; None
             where they stay.
@@ -197,7 +197,9 @@ def perturb_marginals(
         delta_mean, quadratic = perturbation.epsilon1, perturbation.epsilon2
     else:
         a = jax.lax.stop_gradient(a)
-        delta_mean = matvec_transposed(a, perturbation.epsilon1)
+        # Sites of the covariance alone have no λ₁, and leave the mean to whoever holds it.
+        held = perturbation.epsilon1.shape[-1] > 0
+        delta_mean = matvec_transposed(a, perturbation.epsilon1) if held else jnp.zeros_like(m)
         quadratic = _quadratic_at_zero(perturbation.epsilon2, a)
     delta_variance = quadratic - 2.0 * m * delta_mean
     extra = jnp.zeros(variance.shape[:-1], variance.dtype)

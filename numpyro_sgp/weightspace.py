@@ -16,14 +16,14 @@ from numpyro_sgp.conditionals import Moments, perturbed_moments, tied, weight_sp
 from numpyro_sgp.distributions import GaussianProcess
 from numpyro_sgp.families import AbstractPosteriorFamily
 from numpyro_sgp.features import as_finite_rank
-from numpyro_sgp.finite_rank import has_correlated_weights, weight_precision, whitened_features
-from numpyro_sgp.linalg import matmul
+from numpyro_sgp.finite_rank import has_correlated_weights, weight_precision, whiten_features, whitened_features
+from numpyro_sgp.linalg import matmul, matvec
 from numpyro_sgp.sites import Perturbed, TiedSites, sites_of
 
 __all__ = ["AutoWeightSpaceGP", "WeightSpace"]
 
-Parametrization = Literal["natural", "root", "averaged", "adversarial"]
-_PARAMETRIZATIONS = ("natural", "root", "averaged", "adversarial")
+Parametrization = Literal["natural", "mean", "root", "averaged", "adversarial"]
+_PARAMETRIZATIONS = ("natural", "mean", "root", "averaged", "adversarial")
 
 # R = 0 is a stationary point of the bound whatever the data say; this is a covariance within a percent of the prior.
 _START_OF_ROOT = 0.1
@@ -35,6 +35,7 @@ class WeightSpace(AbstractPosteriorFamily):
 
     Args:
         parametrization: "natural", sums over the data above the prior's natural parameters, for `NaturalGradient`;
+            "mean", the same sums for the precision alone, and the mean among the parameters that its `others` train;
             "root", N(m, (S + R Rᵀ)⁻¹), for any optimizer, which trains m, R and hyperparameters jointly; "averaged",
             N(m, σ²F̃⁻¹) with F̃ kept by `CompositionalMarginalLikelihood`; "adversarial", "root" with the maximising
             player of `MinimaxMarginalLikelihood`.
@@ -65,9 +66,11 @@ class WeightSpace(AbstractPosteriorFamily):
     def moments(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         kernel, X = as_finite_rank(prior.kernel), prior.X
         self._check_size(jax.eval_shape(kernel.features, X).shape[-1], batch_shape, X.dtype)
-        if self.parametrization != "natural":
+        if self.parametrization not in ("natural", "mean"):
             return self._with_mean(param, kernel, X, batch_shape)
         Phi = kernel.features(X)
+        if self.parametrization == "mean":
+            return _mean_and_sums(param, kernel, Phi, batch_shape)
         value = param("sites", TiedSites.zeros(batch_shape, Phi.shape[-1], X.dtype))
         sites = sites_of(value)
         if has_correlated_weights(kernel):
@@ -115,6 +118,21 @@ class WeightSpace(AbstractPosteriorFamily):
             raise ValueError(msg)
 
 
+def _mean_and_sums(param: Callable, kernel: Any, Phi: Array, batch_shape: tuple[int, ...]) -> Moments:
+    whitened = whiten_features(kernel, Phi)
+    r, dtype = Phi.shape[-1], Phi.dtype
+    m = param("m", jnp.zeros((*batch_shape, r), dtype))
+    none = jnp.zeros((*batch_shape, 0), dtype)
+    value = param("sites", TiedSites(none, jnp.zeros((*batch_shape, r, r), dtype)))
+    # The sums are over the features themselves, which the variance of a kernel does not move.
+    basis, s = (
+        (whitened, jnp.ones(r, dtype)) if has_correlated_weights(kernel) else (Phi, weight_precision(kernel, Phi))
+    )
+    q = weight_space(jnp.zeros_like(m), sites_of(value).Lambda2, basis, s)
+    q = q._replace(mean=matvec(whitened, m), kl=q.kl + 0.5 * jnp.sum(m * m, axis=-1))
+    return perturbed_moments(value, jnp.swapaxes(basis, -1, -2), q) if isinstance(value, Perturbed) else q
+
+
 class AutoWeightSpaceGP(AbstractAutoSparseGP):
     """Posterior over the weights for every GP site of a model, all of whose kernels are of finite rank.
 
@@ -126,8 +144,9 @@ class AutoWeightSpaceGP(AbstractAutoSparseGP):
     Args:
         model: a NumPyro model whose GP sites have kernels of `numpyro_sgp.features`, or `Linear`, `Polynomial` and
             `Constant`, sums and products of them, and `Warp` and `Select` of them.
-        parametrization: "natural" for `NaturalGradient`, "root" for any optimizer, "averaged" and "adversarial" for
-            the losses `CompositionalMarginalLikelihood` and `MinimaxMarginalLikelihood`: see `WeightSpace`.
+        parametrization: "natural" or "mean" for `NaturalGradient`, "root" for any optimizer, "averaged" and
+            "adversarial" for the losses `CompositionalMarginalLikelihood` and `MinimaxMarginalLikelihood`: see
+            `WeightSpace`.
         base: guide for the other latents: an autoguide class, or a guide.
         root_scale: the unit of the root R: see `WeightSpace`.
         memory_limit: bytes that a matrix of r × r may take for each latent.

@@ -3,10 +3,29 @@
 import jax
 import numpy as np
 from numpyro.infer import SVI
+from numpyro.primitives import Messenger
 import optax
 
 import numpyro_sgp as sgp
+from numpyro_sgp.distributions import rewrap, unwrap
 from numpyro_sgp.sites import DatumSites, TiedSites
+
+
+class OnBasis(Messenger):
+    """A model whose kernels are replaced by what inducing inputs Z can say of them: of finite rank."""
+
+    def __init__(self, model, Z):
+        self.Z = Z
+        super().__init__(model)
+
+    def process_message(self, msg):
+        if msg["type"] == "sample" and isinstance(unwrap(msg["fn"]), sgp.GaussianProcess):
+            msg["fn"] = rewrap(msg["fn"], self.of_finite_rank)
+
+    def of_finite_rank(self, prior, _):
+        kernel = sgp.features.InducingBasis(prior.kernel, self.Z, prior.jitter)
+        return sgp.GaussianProcess(kernel, prior.X, prior.mean_function, jitter=prior.jitter)
+
 
 # Constructors `(model, inducing, **options) -> guide`.
 GUIDES = {
@@ -22,6 +41,11 @@ GUIDES = {
 }
 # One of each kind, for what does not depend on how a posterior is parametrised.
 KINDS = ["whitened", "natural", "tied", "dense"]
+# Those, and one whose prior is not the model's: for what is said of posteriors alone.
+POSTERIORS = {
+    **{name: GUIDES[name] for name in KINDS},
+    "weights": lambda model, Z, **options: sgp.AutoWeightSpaceGP(OnBasis(model, Z), **options),
+}
 MINIBATCH = ["whitened", "unwhitened", "natural", "tied", "tied_covariance"]
 ONE_SITE_A_ROW = ["per_datum", "dense"]
 NATURAL = ["natural", "tied", "tied_covariance", "per_datum", "dense"]

@@ -6,7 +6,7 @@ import importlib.util
 import math
 
 import arviz as az
-from guides import GUIDES, KINDS, MINIBATCH, arbitrary_parameters, optimizer
+from guides import GUIDES, MINIBATCH, POSTERIORS, arbitrary_parameters, optimizer
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +35,7 @@ y, Y = RNG.normal(size=N), RNG.normal(size=(C, N))
 counts = RNG.poisson(2.0, size=N)
 observed = np.array([True, True, False, True, False, True, True])
 NOISE = 0.7
-each_kind = pytest.mark.parametrize("name", KINDS)
+each_kind = pytest.mark.parametrize("name", POSTERIORS)
 
 
 def gaussian(X, y=None, num_data=None):
@@ -68,7 +68,7 @@ def arbitrary(model, guide, *args, num_samples=DRAWS, key=1, params=None, **kwar
 @functools.cache
 def converted(name):
     """Guide, conversion and parameters, for what is checked of every guide."""
-    guide = GUIDES[name](gaussian, Z)
+    guide = POSTERIORS[name](gaussian, Z)
     return guide, *arbitrary(gaussian, guide, X, y, num_samples=2000)
 
 

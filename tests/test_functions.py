@@ -4,7 +4,7 @@ import functools
 import pickle
 
 from grids import representative
-from guides import GUIDES, KINDS, arbitrary_parameters
+from guides import GUIDES, POSTERIORS, arbitrary_parameters
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +28,7 @@ RNG = np.random.default_rng(70)
 X, Z, X_new = RNG.normal(size=(N, D)), RNG.normal(size=(M, D)), RNG.normal(size=(N_NEW, D))
 y = RNG.normal(size=N)
 NOISE = 0.7
-each_kind = pytest.mark.parametrize("name", KINDS)
+each_kind = pytest.mark.parametrize("name", POSTERIORS)
 
 
 def plain(X, y=None):
@@ -40,7 +40,7 @@ def plain(X, y=None):
 @functools.cache
 def made(name):
     """A guide of the plain model and its parameters."""
-    guide = GUIDES[name](plain, Z)
+    guide = POSTERIORS[name](plain, Z)
     return guide, arbitrary_parameters(plain, guide, X, y)
 
 

@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 
 import arviz as az
+from guides import OnBasis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,13 +65,16 @@ GUIDES = {
     "natural": lambda model: sgp.AutoSVGP(model, Z, natural=True),
     "tied": lambda model: sgp.AutoTSVGP(model, Z),
     "dense": lambda model: sgp.AutoTSVGP(model, None),
+    "weights": lambda model: sgp.AutoWeightSpaceGP(OnBasis(model, Z)),
 }
 
 
 def prior_blocks(name):
     u = X if name == "dense" else Z
     Kuu = oracles.with_jitter(oracles.se(u, u, 0.8), 0.0 if name == "dense" else JITTER)
-    return Kuu, oracles.se(u, X, 0.8), np.ones(N)
+    Kuf = oracles.se(u, X, 0.8)
+    # A kernel of finite rank leaves nothing unexplained.
+    return Kuu, Kuf, np.sum(Kuf * np.linalg.solve(Kuu, Kuf), axis=0) if name == "weights" else np.ones(N)
 
 
 # Leave-one-out by cavities.

@@ -5,7 +5,7 @@ import pickle
 import subprocess
 import sys
 
-from guides import GUIDES, KINDS, arbitrary_parameters, initial_parameters, loss_at, optimizer
+from guides import GUIDES, POSTERIORS, arbitrary_parameters, initial_parameters, loss_at, optimizer
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +28,7 @@ RNG = np.random.default_rng(40)
 X, Z, X_new = RNG.normal(size=(N, D)), RNG.normal(size=(M, D)), RNG.normal(size=(N_NEW, D))
 y, counts = RNG.normal(size=N), RNG.poisson(2.0, size=N)
 NOISE = 0.7
-each_kind = pytest.mark.parametrize("name", KINDS)
+each_kind = pytest.mark.parametrize("name", POSTERIORS)
 
 
 def plain(X, y=None):
@@ -79,7 +79,7 @@ def check_moments(draws, mean, covariance):
 @pytest.mark.once
 @each_kind
 def test_predictive_draws_at_new_inputs_have_the_moments_of_the_posterior(name):
-    guide = GUIDES[name](plain, Z)
+    guide = POSTERIORS[name](plain, Z)
     params = arbitrary_parameters(plain, guide, X, y)
     q = guide.posterior(jax.random.key(0), params, X_new)["f"]
     predictive = Predictive(plain, guide=guide, params=params, num_samples=DRAWS, return_sites=["f", "y"])
@@ -92,7 +92,7 @@ def test_predictive_draws_at_new_inputs_have_the_moments_of_the_posterior(name):
 @pytest.mark.once
 @each_kind
 def test_the_posterior_at_some_inputs_is_a_block_of_that_at_more(name):
-    guide = GUIDES[name](plain, Z)
+    guide = POSTERIORS[name](plain, Z)
     params = arbitrary_parameters(plain, guide, X, y)
     at_more = guide.posterior(jax.random.key(0), params, np.concatenate([X_new, X]))["f"]
     at_some = guide.posterior(jax.random.key(0), params, X_new)["f"]
@@ -151,7 +151,7 @@ def test_draws_of_f_go_with_the_draws_of_the_hyperparameters():
 @each_kind
 def test_median_and_quantiles_are_the_closed_form(name):
     levels = np.array([0.05, 0.5, 0.9])
-    guide = GUIDES[name](continuous, Z)
+    guide = POSTERIORS[name](continuous, Z)
     params = arbitrary_parameters(continuous, guide, X, y)
     loc = {site: params[f"{site}_auto_loc"] for site in ("noise", "lengthscale")}
     scale = {site: params[f"{site}_auto_scale"] for site in loc}
@@ -165,7 +165,7 @@ def test_median_and_quantiles_are_the_closed_form(name):
 
     median, quantiles = guide.median(params, X_new), guide.quantiles(params, levels, X_new)
     at_medians = handlers.condition(continuous, data={site: median[site] for site in loc})
-    q = GUIDES[name](at_medians, Z).posterior(jax.random.key(0), params, X_new)["f"]
+    q = POSTERIORS[name](at_medians, Z).posterior(jax.random.key(0), params, X_new)["f"]
     assert_allclose(median["f"], q.mean, rtol=1e-10)
     assert_allclose(quantiles["f"], stats.norm.ppf(levels[:, None], q.mean, np.sqrt(q.variance)), rtol=1e-8)
     assert_allclose(quantiles["noise"][1], median["noise"], rtol=1e-10)

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import pickle
+import warnings
 
 from guides import initial_parameters, loss_at
 import jax
@@ -22,6 +23,7 @@ from scipy.optimize import minimize
 import numpyro_sgp as sgp
 from numpyro_sgp import conditionals, features, kernels
 from numpyro_sgp.finite_rank import precision_matrix
+from numpyro_sgp.fitting.averages import warn_of_few_rows
 from numpyro_sgp.sites import TiedSites
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
@@ -46,7 +48,7 @@ KERNELS = {
     "expanded": lambda a, b: b * kernels.Linear(a) + kernels.Constant(0.3),
 }
 A, B = 0.9, 1.4
-FORMS = ["natural", "root"]
+FORMS = ["natural", "mean", "root"]
 
 
 @functools.cache
@@ -80,6 +82,9 @@ def set_up(name, form, likelihood="normal"):
     root = RNG.normal(size=(r, r))
     if form == "root":
         own = {"f_auto_m": RNG.normal(size=r), "f_auto_R": root}
+    elif form == "mean":
+        sites = TiedSites(jnp.zeros(0), jnp.asarray(root @ root.T))
+        own = {"f_auto_m": RNG.normal(size=r), "f_auto_sites": sites}
     else:
         own = {"f_auto_sites": TiedSites(jnp.asarray(RNG.normal(size=r)), jnp.asarray(root @ root.T))}
     assert own.keys() <= params.keys()
@@ -101,11 +106,15 @@ def dense_posterior(name, params, a=A, b=B):
     """Mean and covariance of q(w) that the parameters stand for."""
     _, S = parts(name, a=a, b=b)
     L = np.linalg.cholesky(S)
-    if "f_auto_m" in params:
+    if "f_auto_R" in params:
         R = np.tril(params["f_auto_R"])
         covariance = np.linalg.inv(L @ (np.eye(len(S)) + R @ R.T) @ L.T)
         return np.linalg.solve(L.T, params["f_auto_m"]), covariance
     lambda1, Lambda2 = np.asarray(params["f_auto_sites"].lambda1), np.asarray(params["f_auto_sites"].Lambda2)
+    if "f_auto_m" in params:
+        if name == "inducing":  # sites of the whitened weights
+            Lambda2 = L @ Lambda2 @ L.T
+        return np.linalg.solve(L.T, params["f_auto_m"]), np.linalg.inv(S + Lambda2)
     if name == "inducing":  # sites of u = S w
         lambda1, Lambda2 = S @ lambda1, S @ Lambda2 @ S
     covariance = np.linalg.inv(S + Lambda2)
@@ -152,7 +161,8 @@ def test_moments_are_those_of_the_dense_gaussian_over_the_weights():
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [*((name, "natural") for name in KERNELS), ("map", "root"), ("inducing", "root")]
+    ("name", "form"),
+    [*((name, "natural") for name in KERNELS), *itertools.product(("map", "inducing"), ("mean", "root"))],
 )
 def test_the_loss_and_its_gradients_are_those_of_minus_the_dense_bound(name, form):
     likelihood = "student_t"
@@ -168,7 +178,9 @@ def test_the_loss_and_its_gradients_are_those_of_minus_the_dense_bound(name, for
         assert_allclose(gradient[key], expected, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize(("name", "form"), [("hilbert", "natural"), ("inducing", "natural"), ("inducing", "root")])
+@pytest.mark.parametrize(
+    ("name", "form"), [("hilbert", "natural"), ("inducing", "natural"), ("hilbert", "mean"), ("inducing", "root")]
+)
 def test_the_posterior_the_process_and_drawn_functions_agree_at_new_inputs_after_pickling_too(name, form):
     _, guide, params = set_up(name, form)
     params = pickle.loads(pickle.dumps(params))
@@ -250,6 +262,63 @@ def test_minibatch_steps_are_the_recursion_of_stochastic_compositional_gradient_
     assert_allclose(NOISE**2 * sites.lambda1, c, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", ["hilbert", "inducing"])
+def test_sums_beside_a_mean_of_its_own_take_the_same_steps_and_leave_the_mean_alone(name):
+    model, guide, params = set_up(name, "mean", "poisson")
+    other = set_up(name, "natural", "poisson")[1]
+    y = y_of("poisson")
+    # The same q(w) by natural parameters; those of correlated weights are kept in other bases.
+    _, S = parts(name)
+    m, V = dense_posterior(name, params)
+    sites = m @ np.linalg.inv(V), np.linalg.inv(V) - S
+    if name == "inducing":
+        sites = np.linalg.solve(S, sites[0]), np.linalg.solve(S, np.linalg.solve(S, sites[1]).T)
+    same = {**params, "f_auto_sites": TiedSites(*map(jnp.asarray, sites))}
+    del same["f_auto_m"]
+    ours, natural = (stepped(model, g, p, 0.3, X, y) for g, p in ((guide, params), (other, same)))
+    assert_allclose(ours["f_auto_m"], params["f_auto_m"], rtol=1e-12)
+    precisions = [np.linalg.inv(dense_posterior(name, p)[1]) for p in (ours, natural)]
+    assert_allclose(precisions[0], precisions[1], rtol=1e-7, atol=1e-8)
+    assert np.max(np.abs(precisions[0] - np.linalg.inv(V))) > 0.1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_whose_features_all_vanish_has_a_gradient_and_its_step_is_taken(form):
+    rows, y = np.concatenate([X, np.zeros((1, 2))]), np.append(y_of(), 0.4)
+
+    def model(X, y=None):
+        kernel = features.FeatureMap(network, numpyro.param("weights", W), 1.3)
+        f = numpyro.sample("f", sgp.GaussianProcess(kernel, X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    guide = sgp.AutoWeightSpaceGP(model, parametrization=form)
+    r, params = 4, initial_parameters(model, guide, rows, y)
+    m, root = RNG.normal(size=r), np.tril(RNG.normal(size=(r, r)))
+    P = np.eye(r) / 1.3 + root @ root.T
+    if form == "root":  # of the whitened weights
+        own = {"f_auto_m": m / 1.3**0.5, "f_auto_R": 1.3**0.5 * root}
+    elif form == "mean":
+        own = {"f_auto_m": m / 1.3**0.5, "f_auto_sites": TiedSites(jnp.zeros(0), jnp.asarray(root @ root.T))}
+    else:
+        own = {"f_auto_sites": TiedSites(jnp.asarray(P @ m), jnp.asarray(root @ root.T))}
+    params, V = {**params, **own}, np.linalg.inv(P)
+
+    def minus_bound(weights):
+        Phi = network(weights, rows)
+        misfit = jnp.sum((y - Phi @ m) ** 2) + jnp.sum(Phi @ V * Phi)
+        log_normaliser = 0.5 * len(rows) * np.log(2 * np.pi * NOISE**2)
+        return 0.5 * misfit / NOISE**2 + log_normaliser + oracles.gaussian_kl(m, V, 1.3 * np.eye(r))
+
+    assert_allclose(network(W, rows)[-1], 0.0)
+    ours = jax.value_and_grad(lambda w: loss_at({**params, "weights": w}, model, guide, rows, y))(jnp.asarray(W))
+    dense = jax.value_and_grad(minus_bound)(jnp.asarray(W))
+    assert_allclose(ours[0], dense[0], rtol=1e-9)
+    assert_allclose(ours[1], dense[1], rtol=1e-8)
+    if form != "root":
+        stepped(model, guide, params, 0.5, rows, y, others=optax.sgd(1e-3))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_losses_and_gradients_of_batches_average_to_those_of_all_data(form):
     model, guide, params = set_up("map", form, "student_t")
@@ -285,14 +354,14 @@ def test_training_on_all_data_reaches_the_maximum_of_the_evidence(form):
     model, guide, _ = set_up("hilbert", form)
     optim = (
         sgp.NaturalGradient(1.0, optax.adam(optax.cosine_decay_schedule(0.1, 800)))
-        if form == "natural"
+        if form != "root"
         else numpyro.optim.Minimize()
     )
     svi = SVI(model, guide, optim, sgp.QuadratureELBO(num_nodes=3))
     state = svi.init(jax.random.key(0), X, y_of())
-    state = converged(svi, state, 800 if form == "natural" else 4, X, y_of())
+    state = converged(svi, state, 800 if form != "root" else 4, X, y_of())
     # Steps in turn creep along the ridge between variance and lengthscale; quasi-Newton steps on both do not.
-    atol = 1e-3 if form == "natural" else 1e-6
+    atol = 1e-3 if form != "root" else 1e-6
     assert_allclose(-svi.evaluate(state, X, y_of()), best_evidence(), rtol=0, atol=atol)
     assert best_evidence() > log_evidence("hilbert") + 0.5
 
@@ -351,3 +420,38 @@ def test_a_rank_that_does_not_fit_into_memory_is_refused_before_anything_is_allo
 def test_an_unknown_parametrisation_is_refused():
     with pytest.raises(ValueError, match="`parametrization` must be one of"):
         sgp.AutoWeightSpaceGP(with_kernel(kernels.Linear()), parametrization="nautral")
+
+
+def test_fit_warns_of_natural_steps_that_average_over_few_rows_for_the_rank():
+    model = model_with("expanded")  # of rank 3
+
+    @functools.cache
+    def start(guide):
+        return SVI(model, guide, sgp.NaturalGradient(), sgp.QuadratureELBO()).init(jax.random.key(0), X, y_of())
+
+    def said(guide, step_size, batch_size, num_steps):
+        svi, state = SVI(model, guide, sgp.NaturalGradient(step_size), sgp.QuadratureELBO()), start(guide)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warn_of_few_rows(svi, state, batch_size, N, num_steps)
+        return [str(warning.message) for warning in caught]
+
+    weights, inducing = sgp.AutoWeightSpaceGP(model), sgp.AutoTSVGP(model, X[:3])
+    (message,) = said(weights, 0.5, 2, 9)
+    for part in ("the 3 weights of 'f'", "B/ρ = 2/0.5 = 4 rows", "`step_size` of 0.13 or less"):
+        assert part in message
+    assert said(weights, 0.13, 2, 9) == []  # 15.4 rows
+    assert said(weights, 0.5, N, 9) == []  # all rows are no batch
+    assert said(inducing, 0.5, 2, 9) == []
+
+    # A schedule counts where it is half-way through.
+    def schedule(t):
+        return 1.0 / (1.0 + t)
+
+    assert "2/0.2 = 10 rows" in said(weights, schedule, 2, 9)[0]
+    assert said(weights, schedule, 2, 20) == []
+
+    svi = SVI(model, weights, sgp.NaturalGradient(0.5, frozen), sgp.QuadratureELBO())
+    with pytest.warns(UserWarning, match="Fewer than 5 for each weight") as caught:
+        sgp.fit(svi, jax.random.key(0), (X, y_of()), batch_size=2, num_steps=1, progress_bar=False)
+    assert caught[0].filename == __file__

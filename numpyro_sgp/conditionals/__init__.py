@@ -28,7 +28,7 @@ from numpyro_sgp.conditionals.dual import (
     projected_at,
 )
 from numpyro_sgp.conditionals.mean_and_root import unwhitened, whitened
-from numpyro_sgp.conditionals.moments import Moments, Projection, perturbed_moments, project
+from numpyro_sgp.conditionals.moments import Moments, Projection, perturbed_moments, project, standard_deviation
 from numpyro_sgp.conditionals.row_sampled import (
     Inclusion,
     Residual,
@@ -102,6 +102,7 @@ __all__ = [
     "quadratic_form",
     "residual_variance",
     "solve",
+    "standard_deviation",
     "tied",
     "total",
     "unwhitened",

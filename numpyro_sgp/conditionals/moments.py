@@ -21,6 +21,7 @@ __all__ = [
     "moments",
     "perturbed_moments",
     "project",
+    "standard_deviation",
     "tangents_like",
     "whiten",
 ]
@@ -78,6 +79,19 @@ def project(inducing: AbstractInducing, kernel: Callable, X: Array, jitter: Arra
     Kuf = inducing.Kuf(kernel, X)
     L, A = whiten(with_jitter(inducing.Kuu(kernel), jitter), Kuf)
     return Projection(L, Kuf, A, kernel(X))
+
+
+def standard_deviation(variance: Array) -> Array:
+    """√v, with the derivative 0 where v = 0.
+
+    A variance that is zero is at its least, so it does not change to first order: as where all features of a row
+    vanish, those of a network of rectified linear units, say. The derivative of the root alone is infinite there.
+
+    Args:
+        variance: v ≥ 0, any shape; NaN where it is negative.
+    """
+    vanishes = variance == 0.0
+    return jnp.where(vanishes, 0.0, jnp.sqrt(jnp.where(vanishes, 1.0, variance)))
 
 
 def given_tangents(tangents: tuple) -> tuple:

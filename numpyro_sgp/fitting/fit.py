@@ -16,6 +16,7 @@ from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult
 
 from numpyro_sgp.checks import positive
+from numpyro_sgp.fitting.averages import warn_of_few_rows
 from numpyro_sgp.fitting.batches import Batches, checked_batch_size, checked_rows
 from numpyro_sgp.fitting.callbacks import AbstractCallback, FitProgress, as_callbacks
 from numpyro_sgp.fitting.checkpoint import Checkpoint, read_checkpoint
@@ -82,6 +83,9 @@ def fit(
         TypeError: `data` has entries that are not arrays; the model cannot take the arguments; `fit` is traced;
             `sharding` is not a `NamedSharding`.
 
+    Warns:
+        UserWarning: natural steps on minibatches that average a posterior over weights over few rows for its rank.
+
     Example:
         >>> import jax, numpy as np, numpyro, numpyro.distributions as dist, optax, numpyro_sgp as sgp
         >>> from numpyro.infer import SVI
@@ -118,6 +122,7 @@ def fit(
         initial_state(svi, rng_key, init_state, arguments, batches),
         placement,
     )
+    warn_of_few_rows(svi, run.state, batch_size, rows, num_steps)
     program = Program(svi, arguments, run.state, batches, placement, stable_update)
     run.begin(program.loss_dtype, num_steps)
     with _progress(progress_bar and placement.leads, run, num_steps, program.counts_refused) as show:

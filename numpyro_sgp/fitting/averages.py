@@ -1,0 +1,60 @@
+"""Whether the averages that natural steps keep over minibatches are over enough rows: seen where a run is planned."""
+
+from typing import Any
+import warnings
+
+import jax.numpy as jnp
+from numpyro.infer import SVI
+
+from numpyro_sgp.autoguide import AbstractAutoSparseGP
+from numpyro_sgp.optim import NaturalGradient
+from numpyro_sgp.sites import TiedSites
+
+__all__ = ["warn_of_few_rows"]
+
+# Averages that step by ρ are worth 2B/ρ rows, and a regression with r weights on that many rows has r ρ/2B times the
+# noise variance in its predictions: a tenth of it at this many rows for each weight.
+_ROWS_FOR_EACH_WEIGHT = 5
+
+
+def warn_of_few_rows(svi: SVI, state: Any, batch_size: int, rows: int, num_steps: int) -> None:
+    """Warn of a posterior over weights that is averaged over B/ρ rows, few for its rank, half-way through a run.
+
+    Half-way, because a schedule may start with larger steps, or end with smaller ones.
+
+    Args:
+        svi: where the optimizer is `NaturalGradient` and the guide one of this package; nothing is said of others.
+        state: before the first step.
+        batch_size: B.
+        rows: N; with batches of all rows there is nothing to average.
+        num_steps: of the run.
+
+    Warns:
+        UserWarning: B/ρ is less than five times the rank of a posterior over weights.
+    """
+    optim, guide = svi.optim, svi.guide
+    if batch_size == rows or not isinstance(optim, NaturalGradient) or not isinstance(guide, AbstractAutoSparseGP):
+        return
+    suffix = f"_{guide.prefix}_sites"
+    ranks = {
+        name.removesuffix(suffix): value.lambda1.shape[-1]
+        for name, value in optim.get_params(state.optim_state).items()
+        if isinstance(value, TiedSites) and name.endswith(suffix)
+    }
+    ranks = {site: rank for site, rank in ranks.items() if guide.family(site).over_weights}
+    if not ranks:
+        return
+    half = state.optim_state[0] + num_steps // 2
+    rate = float(optim.step_size(jnp.asarray(half)) if callable(optim.step_size) else optim.step_size)
+    site, rank = max(ranks.items(), key=lambda item: item[1])
+    averaged = batch_size / rate if rate > 0.0 else float("inf")
+    if averaged < (1.0 - 1e-5) * _ROWS_FOR_EACH_WEIGHT * rank:  # a schedule may compute just that in float32
+        warnings.warn(
+            f"The posterior over the {rank} weights of {site!r} is an average over about B/ρ = "
+            f"{batch_size}/{rate:.3g} = {averaged:.0f} rows half-way through this run. Fewer than "
+            f"{_ROWS_FOR_EACH_WEIGHT} for each weight leave noise in it to which the hyperparameters adapt. Give "
+            f"`NaturalGradient` a `step_size` of {batch_size / (_ROWS_FOR_EACH_WEIGHT * rank):.2g} or less, such as "
+            "the schedule `lambda t: 0.5 * (1.0 + t) ** -0.5` in a long run, or take larger batches.",
+            UserWarning,
+            stacklevel=3,
+        )
