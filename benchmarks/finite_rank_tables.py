@@ -222,7 +222,8 @@ def figure(result: dict, path: Path) -> None:
                 ax.plot(epochs, [entry[measure] for entry in curve], ".-", color=f"C{number}", label=method)
         # With no features at all it is 1.42; what is worse than that leaves the picture.
         seen = [y for line in column[0].get_lines() for y in line.get_ydata() if y < 1.5]
-        column[0].set_ylim(min(seen) - 0.05 * np.ptp(seen), max(seen) + 0.05 * np.ptp(seen))
+        if seen:
+            column[0].set_ylim(min(seen) - 0.05 * np.ptp(seen), max(seen) + 0.05 * np.ptp(seen))
         name, kind, batch = cell.split("/")
         column[0].set_title(f"{name}, {kind}, B = {batch}", fontsize=9)
         column[1].set_xlabel("epochs")

@@ -97,7 +97,7 @@ def test_a_batch_of_priors_gives_one_posterior_after_another(function, arguments
     batch = function(*(jnp.stack([factor * x for factor in factors]) for x in map(jnp.asarray, arguments)))
     for index, factor in enumerate(factors):
         single = function(*(factor * jnp.asarray(x) for x in arguments))
-        for ours, one in zip(batch, single, strict=True):
+        for ours, one in zip(jax.tree.leaves(batch), jax.tree.leaves(single), strict=True):
             assert_allclose(ours[index], one, rtol=1e-10, atol=1e-12)
 
 
@@ -105,7 +105,7 @@ def test_a_batch_of_priors_gives_one_posterior_after_another(function, arguments
 @pytest.mark.usefixtures("strict_promotion")
 def test_float32_stays_float32_without_implicit_promotion(function, arguments, q_u):
     q = function(*(jnp.asarray(x, np.float32) for x in arguments))
-    assert {value.dtype for value in q} == {np.dtype(np.float32)}
+    assert {value.dtype for value in jax.tree.leaves(q)} == {np.dtype(np.float32)}
     mean, covariance = oracles.conditional(*q_u, KUU, KUF, KFF)
     # Rounding of 6e-8 through Kuu of condition 1e2 and sites of precision 1e2.
     assert_allclose(q.mean, mean, atol=1e-3)
