@@ -133,7 +133,7 @@ def test_hybrid_and_orthogonal_describe_the_same_posterior_with_the_mean_shifted
     second = conditionals.hybrid(
         second, m, jnp.asarray(A_GAMMA), *basis, jnp.asarray(KGF), conditionals.norm(A_GAMMA, DENSE.Kgg, None)
     )
-    for ours, other in zip(first, second, strict=True):
+    for ours, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         assert_allclose(ours, other, rtol=1e-9, atol=1e-10)
 
 
