@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-from functools import partial
 from typing import Any, Literal, NamedTuple
 import warnings
 
@@ -13,6 +12,7 @@ from jax.typing import ArrayLike
 import numpy as np
 from numpyro.infer.autoguide import AutoNormal
 
+from numpyro_sgp.all_weights import Chevron, dense_divergence, streamed
 from numpyro_sgp.autoguide import AbstractAutoSparseGP
 from numpyro_sgp.checks import positive
 from numpyro_sgp.conditionals import (
@@ -31,13 +31,11 @@ from numpyro_sgp.conditionals import (
     whitened,
 )
 from numpyro_sgp.distributions import GaussianProcess
-from numpyro_sgp.eager import as_one_program
 from numpyro_sgp.families import AbstractPosteriorFamily, Inducing, check_names, for_site, inducing_param
 from numpyro_sgp.features import as_finite_rank
 from numpyro_sgp.finite_rank import has_correlated_weights
 from numpyro_sgp.inducing import subset
-from numpyro_sgp.kernels import Kernel
-from numpyro_sgp.linalg import matmul, matvec
+from numpyro_sgp.linalg import matvec
 from numpyro_sgp.tables import Control, Rows, Table, Weights, features_at, limit_of, numbers_of
 
 __all__ = ["AutoQSGP", "QuadruplyStochastic", "RelevantVectors"]
@@ -220,15 +218,15 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
         """With all weights, block by block."""
         if not predicting:
             _warn_of_size(table, X)
-        f, d_variance, kl = _streamed(kernel, X, table, not self.relevance)
+        f, d_variance, kl = streamed(kernel, X, table, not self.relevance)
         if has_correlated_weights(kernel) and not self.relevance:
             # All pairs of weights: what no prediction needs is not computed, and not a number.
-            kl = jnp.full((), jnp.nan, X.dtype) if predicting else _dense_divergence(kernel, table)
+            kl = jnp.full((), jnp.nan, X.dtype) if predicting else dense_divergence(kernel, table)
         if given is not None:
             return given._replace(mean=f[:, 0], kl=kl + given.kl)
         variance = jnp.sum(f[:, 1:] ** 2, axis=-1) + d_variance
         q = _at_prior(limit_of(kernel), X)
-        return q._replace(mean=f[:, 0], variance=variance, kl=kl, kernel=_Chevron(kernel, table, not self.relevance))
+        return q._replace(mean=f[:, 0], variance=variance, kl=kl, kernel=Chevron(kernel, table, not self.relevance))
 
 
 def _check_options(family: QuadruplyStochastic) -> None:
@@ -293,94 +291,6 @@ def _warn_of_size(table: Table, X: Array) -> None:
             UserWarning,
             stacklevel=2,
         )
-
-
-# All weights, block by block.
-
-
-@partial(as_one_program, static_argnums=3)
-def _streamed(kernel: Any, X: Array, table: Table, whiten: bool) -> tuple[Array, Array, Array]:
-    """Φμ and ΦU beside each other, (N, 1 + k), Σ d²φ², (N,), and the divergence where S is diagonal."""
-    every = Inclusion(1.0, 1.0, 0.0)
-    columns = 1 + (table.dense_columns or 0)
-
-    def add(sums: tuple[Array, Array, Array], block: tuple[Array, Array]) -> tuple[tuple[Array, Array, Array], None]:
-        index, there = block
-        # A row of zeros is the prior, without divergence.
-        weights = table.weights(jnp.where(there[:, None], table.at(index), 0.0), index)
-        Phi = jnp.where(there, features_at(kernel, X, index, whiten), 0.0)
-        f, variance, kl = sums
-        f = f + matmul(Phi, weights.linear)
-        precision = None if weights.log_precision is None else jnp.exp(weights.log_precision)
-        kl = kl + mean_divergence(weights.mean, precision, every)
-        if weights.d is not None:
-            assert weights.log_diagonal is not None
-            variance = variance + matvec(Phi * Phi, weights.d**2)
-            kl = kl + chevron_divergence(weights.U, weights.d, weights.log_diagonal, precision, every)
-        return (f, variance, kl), None
-
-    N, dtype = X.shape[-2], X.dtype
-    zeros = jnp.zeros((N, columns), dtype), jnp.zeros(N, dtype), jnp.zeros((), dtype)
-    # Features are computed again for a gradient, so that those of all blocks are never held.
-    return lax.scan(jax.checkpoint(add), zeros, table.blocks())[0]
-
-
-@as_one_program
-def _dense_divergence(kernel: Any, table: Table) -> Array:
-    """½ μᵀSμ of correlated weights, by pairs of blocks."""
-    index, there = table.blocks()
-    mean = jnp.where(there, table.at(index.reshape(-1))[:, 0].reshape(index.shape), 0.0)
-    M = index.shape[-1]
-
-    def row(index_i: Array, mean_i: Array) -> Array:
-        def pair(other: tuple[Array, Array]) -> Array:
-            index_j, mean_j = other
-            S = kernel.prior_precision(jnp.concatenate([index_i, index_j]))[:M, M:]
-            return jnp.sum(mean_i * matvec(S, mean_j))
-
-        return jnp.sum(lax.map(jax.checkpoint(pair), (index, mean)))
-
-    return 0.5 * jnp.sum(lax.map(lambda block: row(*block), (index, mean)))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Chevron(Kernel):
-    """The posterior covariance φ(x)ᵀΣφ(z) as a kernel."""
-
-    kernel: Any
-    table: Table
-    whiten: bool = dataclasses.field(metadata={"static": True})
-
-    def _diagonal(self, X: Array) -> Array:
-        f, variance, _ = _streamed(self.kernel, X, self.table, self.whiten)
-        return jnp.sum(f[:, 1:] ** 2, axis=-1) + variance
-
-    def _matrix(self, X: Array, Z: Array) -> Array:
-        return _chevron_matrix(self.kernel, X, Z, self.table, self.whiten)
-
-
-@partial(as_one_program, static_argnums=4)
-def _chevron_matrix(kernel: Any, X: Array, Z: Array, table: Table, whiten: bool) -> Array:
-    columns = table.dense_columns or 0
-
-    def add(sums: tuple[Array, Array, Array], block: tuple[Array, Array]) -> tuple[tuple[Array, Array, Array], None]:
-        index, there = block
-        weights = table.weights(table.at(index), index)
-        assert weights.d is not None
-        left, right = (jnp.where(there, features_at(kernel, at, index, whiten), 0.0) for at in (X, Z))
-        scaled = left * (weights.d**2)
-        K = sums[0] + matmul(scaled, jnp.swapaxes(right, -1, -2))
-        return (K, sums[1] + matmul(left, weights.U), sums[2] + matmul(right, weights.U)), None
-
-    dtype = X.dtype
-    zeros = (
-        jnp.zeros((len(X), len(Z)), dtype),
-        jnp.zeros((len(X), columns), dtype),
-        jnp.zeros((len(Z), columns), dtype),
-    )
-    K, left, right = lax.scan(add, zeros, table.blocks())[0]
-    return K + matmul(left, right.T)
 
 
 class RelevantVectors(NamedTuple):

@@ -438,7 +438,7 @@ def test_numbers_outside_their_range_are_refused(arguments, message):
 
 
 def test_others_that_are_no_transformation_are_refused():
-    with pytest.raises(TypeError, match="`others` must be an optax transformation or None, got float"):
+    with pytest.raises(TypeError, match="`others` must be an optax transformation, got float"):
         sgp.DualAscent(0.1, 1e-3)
 
 

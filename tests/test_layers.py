@@ -27,6 +27,7 @@ LEVELS = {
     "tables": 5,
     "sites": 5,
     "conditionals": 6,
+    "all_weights": 7,
     "marginal_likelihood": 7,
     "concavity": 7.5,
     "distributions": 8,

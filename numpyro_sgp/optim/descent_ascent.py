@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import optax
 
 from numpyro_sgp.adversary import Adversary, Playing
-from numpyro_sgp.optim.evaluating import AbstractEvaluatingOptimizer, LossFn, Params, all_finite, moved_or_kept
+from numpyro_sgp.optim.evaluating import (
+    AbstractEvaluatingOptimizer,
+    LossFn,
+    Params,
+    all_finite,
+    moved_or_kept,
+    transformation,
+)
 
 __all__ = ["DescentAscent", "DescentAscentState"]
 
@@ -53,13 +60,8 @@ class DescentAscent(AbstractEvaluatingOptimizer):
     """
 
     def __init__(self, descent: optax.GradientTransformation, ascent: optax.GradientTransformation) -> None:
-        for name, value in (("descent", descent), ("ascent", ascent)):
-            if not isinstance(value, optax.GradientTransformation):
-                got = type(value).__name__
-                msg = f"`{name}` must be an optax transformation, got {got}. For example optax.adam(1e-2)."
-                raise TypeError(msg)
-        self.descent = optax.with_extra_args_support(descent)
-        self.ascent = optax.with_extra_args_support(ascent)
+        self.descent = transformation("descent", descent)
+        self.ascent = transformation("ascent", ascent)
 
     def init(self, params: Params) -> tuple[Array, DescentAscentState]:
         """The state before the first step; raises where no parameter maximises."""

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import optax
 
 from numpyro_sgp.coefficients import AbstractCoefficients, Ascending, Coefficients, Response
-from numpyro_sgp.optim.evaluating import AbstractEvaluatingOptimizer, LossFn, Params, all_finite, moved_or_kept
+from numpyro_sgp.optim.evaluating import (
+    AbstractEvaluatingOptimizer,
+    LossFn,
+    Params,
+    all_finite,
+    moved_or_kept,
+    transformation,
+)
 from numpyro_sgp.sites import AbstractSites
 
 __all__ = ["DualAscent", "DualAscentState"]
@@ -105,14 +112,8 @@ class DualAscent(AbstractEvaluatingOptimizer):
                 hint = " `AutoDecoupledGP.dual_step_size` finds one." if name == "step_size" else ""
                 msg = f"`{name}` must {needed}, got {value!r}.{hint}"
                 raise ValueError(msg)
-        if others is not None and not isinstance(others, optax.GradientTransformation):
-            msg = (
-                f"`others` must be an optax transformation or None, got {type(others).__name__}. "
-                "For example optax.adam(1e-3)."
-            )
-            raise TypeError(msg)
         self.step_size = step_size
-        self.others = None if others is None else optax.with_extra_args_support(others)
+        self.others = None if others is None else transformation("others", others, "1e-3")
         self.momentum = momentum
         self.averaging = averaging
         self.refresh = refresh

@@ -8,11 +8,20 @@ import jax
 from jax import Array, lax
 import jax.numpy as jnp
 from numpyro.optim import _NumPyroOptim
+import optax
 
-__all__ = ["AbstractEvaluatingOptimizer", "LossFn", "Params", "all_finite", "moved_or_kept"]
+__all__ = ["AbstractEvaluatingOptimizer", "LossFn", "Params", "all_finite", "moved_or_kept", "transformation"]
 
 Params = dict[str, Any]
 LossFn = Callable[[Params], tuple[Array, Any]]
+
+
+def transformation(name: str, value: Any, rate: str = "1e-2") -> optax.GradientTransformationExtraArgs:
+    """An argument as an optax transformation that takes the loss too, or an error that names it."""
+    if not isinstance(value, optax.GradientTransformation):
+        msg = f"`{name}` must be an optax transformation, got {type(value).__name__}. For example optax.adam({rate})."
+        raise TypeError(msg)
+    return optax.with_extra_args_support(value)
 
 
 def all_finite(tree: Any) -> Array:

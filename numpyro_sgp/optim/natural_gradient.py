@@ -11,7 +11,7 @@ import optax
 
 from numpyro_sgp.optim.descent_ascent import DescentAscentState
 from numpyro_sgp.optim.dual_ascent import DualAscentState
-from numpyro_sgp.optim.evaluating import AbstractEvaluatingOptimizer, LossFn, Params, all_finite
+from numpyro_sgp.optim.evaluating import AbstractEvaluatingOptimizer, LossFn, Params, all_finite, transformation
 from numpyro_sgp.optim.grow_basis import GrowBasisState
 from numpyro_sgp.optim.row_sparse import RowSparseState
 from numpyro_sgp.sites import AbstractSites, Perturbation, Perturbed
@@ -119,12 +119,6 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
         if not in_range:
             msg = f"`step_size` must lie in (0, 1], got {first!r}. 1 is a full step; minibatches want 0.1 or less."
             raise ValueError(msg)
-        others = optax.adam(1e-2) if others is None else others
-        if not isinstance(others, optax.GradientTransformation):
-            msg = (
-                f"`others` must be an optax transformation, got {type(others).__name__}. For example optax.adam(1e-2)."
-            )
-            raise TypeError(msg)
         for name, value in (("e_steps", e_steps), ("m_steps", m_steps)):
             if not isinstance(value, int) or value < 0:
                 msg = f"`{name}` must be a non-negative integer, got {value!r}. The default is 1."
@@ -133,7 +127,7 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
             msg = "`e_steps` and `m_steps` are both 0, so that an update would do nothing. The default is 1 of each."
             raise ValueError(msg)
         self.step_size = step_size
-        self.others = optax.with_extra_args_support(others)
+        self.others = transformation("others", optax.adam(1e-2) if others is None else others)
         self.e_steps = e_steps
         self.m_steps = m_steps
         self.in_turn = in_turn

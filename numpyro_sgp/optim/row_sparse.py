@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import optax
 
 from numpyro_sgp.checks import positive
-from numpyro_sgp.optim.evaluating import AbstractEvaluatingOptimizer, LossFn, Params, all_finite, moved_or_kept
+from numpyro_sgp.optim.evaluating import (
+    AbstractEvaluatingOptimizer,
+    LossFn,
+    Params,
+    all_finite,
+    moved_or_kept,
+    transformation,
+)
 from numpyro_sgp.tables import Control, Rows, Table, draw_index, numbers_of, with_numbers
 
 __all__ = ["RowSparse", "RowSparseState"]
@@ -88,14 +95,8 @@ class RowSparse(AbstractEvaluatingOptimizer):
         if not in_range:
             msg = f"`step_size` must be positive, or a schedule of positive numbers, got {first!r}. The default is 0.1."
             raise ValueError(msg)
-        others = optax.adam(1e-3) if others is None else others
-        if not isinstance(others, optax.GradientTransformation):
-            msg = (
-                f"`others` must be an optax transformation, got {type(others).__name__}. For example optax.adam(1e-3)."
-            )
-            raise TypeError(msg)
         self.step_size = step_size
-        self.others = optax.with_extra_args_support(others)
+        self.others = transformation("others", optax.adam(1e-3) if others is None else others, "1e-3")
         self.refresh = positive("refresh", refresh, "The default is 10000.")
         self.seed = seed
 

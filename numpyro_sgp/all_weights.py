@@ -1,0 +1,105 @@
+"""A posterior over the weights of a table with all of them, block by block: what predictions need.
+
+No array is larger than the table, or than the features of a block at the inputs.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+from jax import Array, lax
+import jax.numpy as jnp
+
+from numpyro_sgp.conditionals import Inclusion, chevron_divergence, mean_divergence
+from numpyro_sgp.eager import as_one_program
+from numpyro_sgp.kernels import Kernel
+from numpyro_sgp.linalg import matmul, matvec
+from numpyro_sgp.tables import Table, features_at
+
+__all__ = ["Chevron", "dense_divergence", "streamed"]
+
+
+@partial(as_one_program, static_argnums=3)
+def streamed(kernel: Any, X: Array, table: Table, whiten: bool) -> tuple[Array, Array, Array]:
+    """Φμ and ΦU beside each other, (N, 1 + k), Σ d²φ², (N,), and the divergence where S is diagonal."""
+    every = Inclusion(1.0, 1.0, 0.0)
+    columns = 1 + (table.dense_columns or 0)
+
+    def add(sums: tuple[Array, Array, Array], block: tuple[Array, Array]) -> tuple[tuple[Array, Array, Array], None]:
+        index, there = block
+        # A row of zeros is the prior, without divergence.
+        weights = table.weights(jnp.where(there[:, None], table.at(index), 0.0), index)
+        Phi = jnp.where(there, features_at(kernel, X, index, whiten), 0.0)
+        f, variance, kl = sums
+        f = f + matmul(Phi, weights.linear)
+        precision = None if weights.log_precision is None else jnp.exp(weights.log_precision)
+        kl = kl + mean_divergence(weights.mean, precision, every)
+        if weights.d is not None:
+            assert weights.log_diagonal is not None
+            variance = variance + matvec(Phi * Phi, weights.d**2)
+            kl = kl + chevron_divergence(weights.U, weights.d, weights.log_diagonal, precision, every)
+        return (f, variance, kl), None
+
+    N, dtype = X.shape[-2], X.dtype
+    zeros = jnp.zeros((N, columns), dtype), jnp.zeros(N, dtype), jnp.zeros((), dtype)
+    # Features are computed again for a gradient, so that those of all blocks are never held.
+    return lax.scan(jax.checkpoint(add), zeros, table.blocks())[0]
+
+
+@as_one_program
+def dense_divergence(kernel: Any, table: Table) -> Array:
+    """½ μᵀSμ of correlated weights, by pairs of blocks."""
+    index, there = table.blocks()
+    mean = jnp.where(there, table.at(index.reshape(-1))[:, 0].reshape(index.shape), 0.0)
+    M = index.shape[-1]
+
+    def row(index_i: Array, mean_i: Array) -> Array:
+        def pair(other: tuple[Array, Array]) -> Array:
+            index_j, mean_j = other
+            S = kernel.prior_precision(jnp.concatenate([index_i, index_j]))[:M, M:]
+            return jnp.sum(mean_i * matvec(S, mean_j))
+
+        return jnp.sum(lax.map(jax.checkpoint(pair), (index, mean)))
+
+    return 0.5 * jnp.sum(lax.map(lambda block: row(*block), (index, mean)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chevron(Kernel):
+    """The posterior covariance φ(x)ᵀΣφ(z) as a kernel."""
+
+    kernel: Any
+    table: Table
+    whiten: bool = dataclasses.field(metadata={"static": True})
+
+    def _diagonal(self, X: Array) -> Array:
+        f, variance, _ = streamed(self.kernel, X, self.table, self.whiten)
+        return jnp.sum(f[:, 1:] ** 2, axis=-1) + variance
+
+    def _matrix(self, X: Array, Z: Array) -> Array:
+        return _chevron_matrix(self.kernel, X, Z, self.table, self.whiten)
+
+
+@partial(as_one_program, static_argnums=4)
+def _chevron_matrix(kernel: Any, X: Array, Z: Array, table: Table, whiten: bool) -> Array:
+    columns = table.dense_columns or 0
+
+    def add(sums: tuple[Array, Array, Array], block: tuple[Array, Array]) -> tuple[tuple[Array, Array, Array], None]:
+        index, there = block
+        weights = table.weights(table.at(index), index)
+        assert weights.d is not None
+        left, right = (jnp.where(there, features_at(kernel, at, index, whiten), 0.0) for at in (X, Z))
+        scaled = left * (weights.d**2)
+        K = sums[0] + matmul(scaled, jnp.swapaxes(right, -1, -2))
+        return (K, sums[1] + matmul(left, weights.U), sums[2] + matmul(right, weights.U)), None
+
+    dtype = X.dtype
+    zeros = (
+        jnp.zeros((len(X), len(Z)), dtype),
+        jnp.zeros((len(X), columns), dtype),
+        jnp.zeros((len(Z), columns), dtype),
+    )
+    K, left, right = lax.scan(add, zeros, table.blocks())[0]
+    return K + matmul(left, right.T)
