@@ -7,10 +7,12 @@ same control variate; "Nyström" one set, and estimates only what interpolation 
 leaves over. Variances are over repetitions, relative to those of "paper" without a control variate.
 
     python benchmarks/qsgp_variance.py --data kin40k.npz [--lengthscale 2.0] [--repetitions 300] [--output results]
+    python benchmarks/qsgp_variance.py --result results/qsgp_variance.json --figure qsgp_variance.png
 """
 
 import argparse
 from functools import partial
+import json
 from pathlib import Path
 
 from common import npz, report
@@ -77,8 +79,32 @@ def variance(repetitions: int, *arguments, **options) -> tuple[float, float]:
     return float(np.var(values)), squares / repetitions - float(jnp.sum(mean * mean))
 
 
+def figure(rows: list[dict], path: Path) -> None:
+    """Variances of values and of gradients against the rank."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panel, axes = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained", sharex=True)
+    for ax, quantity in zip(axes, ("value", "gradient"), strict=True):
+        for method in METHODS:
+            found = [row for row in rows if row["method"] == method]
+            ax.plot([row["rank"] for row in found], [row[quantity] for row in found], "o-", label=method)
+        ax.set_xscale("symlog", linthresh=30)
+        ax.set_yscale("log")
+        ax.set(xlabel="rank of the control variate", title=f"variance of the {quantity}")
+    axes[0].set_ylabel("relative to the paper's at rank 0")
+    axes[1].legend(frameon=False)
+    panel.savefig(path, dpi=110)
+    print(f"figure written to {path}")
+
+
 def main(arguments: argparse.Namespace) -> None:
     """Each method at each rank."""
+    if arguments.result is not None:
+        figure(json.loads(arguments.result.read_text("utf-8"))["rows"], arguments.figure)
+        return
     if arguments.reduced:
         X = np.random.default_rng(0).normal(size=(300, 3))
         m, M, B, ranks, repetitions = 400, 50, 40, [20], 20
@@ -104,6 +130,8 @@ def main(arguments: argparse.Namespace) -> None:
     report(
         "qsgp_variance", {"lengthscale": arguments.lengthscale, "m": m, "M": M, "B": B, "rows": rows}, arguments.output
     )
+    if arguments.figure is not None:
+        figure(rows, arguments.figure)
 
 
 if __name__ == "__main__":
@@ -114,7 +142,11 @@ if __name__ == "__main__":
     parser.add_argument("--repetitions", type=int, default=300)
     parser.add_argument("--reduced", action="store_true")
     parser.add_argument("--output", type=Path, help="folder for the result as JSON")
+    parser.add_argument("--figure", type=Path, help="file for the figure")
+    parser.add_argument("--result", type=Path, help="draw the figure of an earlier result, and measure nothing")
     options = parser.parse_args()
-    if not options.reduced and options.data is None:
+    if options.result is not None and options.figure is None:
+        parser.error("`--result` is for a figure: say where it goes with `--figure`.")
+    if not options.reduced and options.data is None and options.result is None:
         parser.error("`--data` is needed; without it there is only `--reduced`.")
     main(options)

@@ -17,7 +17,7 @@ from numpyro_sgp.kernels import Kernel
 from numpyro_sgp.linalg import matmul, matvec
 from numpyro_sgp.tables import Table, features_at
 
-__all__ = ["Chevron", "dense_divergence", "streamed"]
+__all__ = ["Chevron", "dense_divergence", "streamed", "streamed_draw", "sums_of_squares"]
 
 
 @partial(as_one_program, static_argnums=3)
@@ -45,6 +45,47 @@ def streamed(kernel: Any, X: Array, table: Table, whiten: bool) -> tuple[Array, 
     zeros = jnp.zeros((N, columns), dtype), jnp.zeros(N, dtype), jnp.zeros((), dtype)
     # Features are computed again for a gradient, so that those of all blocks are never held.
     return lax.scan(jax.checkpoint(add), zeros, table.blocks())[0]
+
+
+@partial(as_one_program, static_argnums=4)
+def streamed_draw(kernel: Any, X: Array, table: Table, rng_key: Array, whiten: bool) -> Array:
+    """φ(x)ᵀw, (N,), with w = μ + Cz and z ~ N(0, I), whose numbers are drawn again at each call, block by block."""
+    key_columns, key_blocks = jax.random.split(rng_key)
+    dtype = table.values.dtype
+    columns = jax.random.normal(key_columns, (table.dense_columns or 0,), dtype)
+
+    def add(sum_: Array, block: tuple[Array, tuple[Array, Array]]) -> tuple[Array, None]:
+        number, (index, there) = block
+        weights = table.weights(table.at(index), index)
+        assert weights.d is not None
+        own = jax.random.normal(jax.random.fold_in(key_blocks, number), index.shape, dtype)
+        w = weights.mean + matvec(weights.U, columns) + weights.d * own
+        return sum_ + matvec(features_at(kernel, X, index, whiten), jnp.where(there, w, 0.0)), None
+
+    blocks = table.blocks()
+    return lax.scan(add, jnp.zeros(X.shape[-2], X.dtype), (jnp.arange(len(blocks[0])), blocks))[0]
+
+
+# Rows in a block of features: with M of them a block is as large as that of a few steps of training.
+_ROWS = 1024
+
+
+@partial(as_one_program, static_argnums=3)
+def sums_of_squares(kernel: Any, X: Array, table: Table, whiten: bool) -> Array:
+    """φ_kᵀφ_k over all rows of X for each basis function, (m,)."""
+    N, D = X.shape
+    number = -(-N // _ROWS)
+    blocks = jnp.pad(X, ((0, number * _ROWS - N), (0, 0))).reshape(number, _ROWS, D)
+    there = (jnp.arange(number * _ROWS) < N).reshape(number, _ROWS)
+
+    def of_block(index: Array) -> Array:
+        def add(sums: Array, rows: tuple[Array, Array]) -> tuple[Array, None]:
+            Phi = features_at(kernel, rows[0], index, whiten)
+            return sums + matvec(jnp.swapaxes(Phi * Phi, -1, -2), rows[1].astype(Phi.dtype)), None
+
+        return lax.scan(add, jnp.zeros(index.shape, X.dtype), (blocks, there))[0]
+
+    return lax.map(of_block, table.blocks()[0]).reshape(-1)[: table.size]
 
 
 @as_one_program

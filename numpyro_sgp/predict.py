@@ -25,8 +25,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from numpyro_sgp.checks import positive
-from numpyro_sgp.conditionals import mean_at
-from numpyro_sgp.distributions import GaussianProcess
+from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
 from numpyro_sgp.expansion import frequencies, phases, scale_of, split, term_features, terms, width_of
 from numpyro_sgp.features import WeightVariables
 from numpyro_sgp.inducing import AbstractInducing, InducingPoints, check_width
@@ -37,9 +36,12 @@ from numpyro_sgp.linalg import (
     solve_lower,
     solve_lower_transposed,
 )
+from numpyro_sgp.mean_basis import AbstractMeanBasis, InducingMean, TableDraw, TableMean
 from numpyro_sgp.process import POINTS, Guide, ProcessPosterior, joined, process_of
+from numpyro_sgp.pytrees import split_arrays
+from numpyro_sgp.tables import Table, limit_of, numbers_of
 
-__all__ = ["FunctionDraws", "sample_functions"]
+__all__ = ["FunctionDraws", "priors", "sample_functions"]
 
 
 # Draws of the prior, by the terms that a kernel is expanded into.
@@ -97,13 +99,13 @@ def _prior_at(kernel: Callable, draw: tuple[_TermDraw, ...], X: Array) -> Array:
 
 
 class _Draw(NamedTuple):
-    """One function: hyperparameters, a prior draw, the weights of its correction, (..., M), and of a mean basis."""
+    """One function: hyperparameters, a prior draw, the weights of its correction, (..., M), and of its own basis."""
 
     kernel: Any
     mean_function: Any
     prior: tuple[_TermDraw, ...]
-    w: Array
-    mean_weights: Any
+    w: Array | None
+    basis_weights: Any
 
 
 @jax.tree_util.register_dataclass
@@ -115,21 +117,21 @@ class FunctionDraws:
     O(N_new (F + M)) a draw, F features and M inducing variables, and factorises nothing.
 
     Attributes:
-        inducing: the inducing variables.
-        mean_inducing: a basis of the mean alone, or None.
+        inducing: the inducing variables, or None where there are none.
+        basis: a basis beside them, of the mean or of all of the function, or None.
         draws: what belongs to each draw, with a leading axis.
         batch_shape: one latent for each entry.
     """
 
-    inducing: AbstractInducing
-    mean_inducing: AbstractInducing | None
+    inducing: AbstractInducing | None
+    basis: AbstractMeanBasis | None
     draws: Any
     batch_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     @property
     def num_samples(self) -> int:
         """How many functions there are."""
-        return self.draws.w.shape[0]
+        return jax.tree.leaves(self.draws)[0].shape[0]
 
     def __call__(self, X_new: ArrayLike) -> Array:
         """Values of all functions, (num_samples, ..., N_new).
@@ -148,11 +150,13 @@ def _values(functions: FunctionDraws, X_new: Array) -> Array:
 
     def at(draw: _Draw) -> Array:
         prior = GaussianProcess(draw.kernel, X_new, draw.mean_function)
-        check_width(inducing, prior.X)
-        correction = matvec_transposed(inducing.Kuf(draw.kernel, prior.X), draw.w)
-        if functions.mean_inducing is not None:
-            correction = correction + mean_at(draw.kernel, prior.X, functions.mean_inducing, draw.mean_weights)
-        value = prior.prior_mean + _prior_at(draw.kernel, draw.prior, prior.X) + correction
+        if inducing is not None:
+            check_width(inducing, prior.X)
+        value = prior.prior_mean + _prior_at(draw.kernel, draw.prior, prior.X)
+        if inducing is not None:
+            value = value + matvec_transposed(inducing.Kuf(draw.kernel, prior.X), cast(Array, draw.w))
+        if functions.basis is not None:
+            value = value + functions.basis.mean_at(draw.kernel, prior.X, draw.basis_weights)
         return jnp.broadcast_to(value, (*batch_shape, prior.X.shape[-2]))
 
     return jax.lax.map(at, functions.draws)
@@ -161,7 +165,18 @@ def _values(functions: FunctionDraws, X_new: Array) -> Array:
 _evaluate = jax.jit(_values)
 
 
-def _function_draw(process: ProcessPosterior, rng_key: Array, num_features: int, X: Array) -> _Draw:
+class _OverTable(NamedTuple):
+    """A posterior that is a Gaussian over the weights of a table: its own numbers, for one draw of hyperparameters."""
+
+    kernel: Callable
+    mean_function: Any
+    numbers: list[Array]
+    batch_shape: tuple[int, ...] = ()
+
+
+def _function_draw(process: ProcessPosterior | _OverTable, rng_key: Array, num_features: int, X: Array) -> _Draw:
+    if isinstance(process, _OverTable):
+        return _Draw(process.kernel, process.mean_function, (), None, (process.numbers, rng_key))
     inducing, L, R, W_sqrt = process.inducing, process.L, process.R, process.W_sqrt
     if isinstance(inducing, WeightVariables):
         epsilon = jax.random.normal(rng_key, (*process.batch_shape, inducing.num_inducing), process.a.dtype)
@@ -190,6 +205,35 @@ def _function_draw(process: ProcessPosterior, rng_key: Array, num_features: int,
     v_prior = solve_lower(L, (W_sqrt * g + noise)[..., None])
     w = process.a - W_sqrt * solve_lower_transposed(L, v_prior)[..., 0]
     return _Draw(process.kernel, process.mean_function, prior, w, None)
+
+
+def _process(guide: Guide, params: Mapping[str, Any], site: str, q: SparsePosterior) -> ProcessPosterior | _OverTable:
+    table = _param(guide, params, site, "basis")
+    if isinstance(table, Table) and table.dense_columns is not None:
+        numbers = numbers_of(q.prior.kernel, table.size)
+        return _OverTable(limit_of(q.prior.kernel), q.prior.mean_function, numbers)
+    process = process_of(guide, params, site, q)
+    list(terms(process.kernel))  # an unknown kernel raises here
+    return process
+
+
+def _param(guide: Guide, params: Mapping[str, Any], site: str, symbol: str) -> Any:
+    return params.get(f"{site}_{guide.prefix}_{symbol}")
+
+
+def priors(
+    guide: Guide, rng_key: Array, params: Mapping[str, Any], *args: Any, **kwargs: Any
+) -> dict[str, tuple[Any, Array]]:
+    """The kernel of each GP site and its inputs, without what a posterior there costs."""
+    fixed, arrays = split_arrays((args, kwargs))
+
+    @jax.jit
+    def of(params: Mapping[str, Any], arrays: list) -> dict[str, tuple[Any, Array]]:
+        args, kwargs = fixed(arrays)
+        posteriors = guide.posterior(rng_key, params, *args, **kwargs)
+        return {site: (q.prior.kernel, q.prior.X) for site, q in posteriors.items()}
+
+    return of(params, arrays)
 
 
 def sample_functions(
@@ -231,11 +275,9 @@ def sample_functions(
     for name, value in (("num_samples", num_samples), ("num_features", num_features)):
         positive(name, value, "The default of `num_features` is 1024.")
 
-    def processes(key: Array) -> dict[str, tuple[ProcessPosterior, Array]]:
+    def processes(key: Array) -> dict[str, tuple[ProcessPosterior | _OverTable, Array]]:
         posteriors = guide.posterior(key, params, *args, **kwargs)
-        for q in posteriors.values():
-            list(terms(q.prior.kernel))  # an unknown kernel raises here
-        return {site: (process_of(guide, params, site, q), q.prior.X) for site, q in posteriors.items()}
+        return {site: (_process(guide, params, site, q), q.prior.X) for site, q in posteriors.items()}
 
     def draw(key: Array) -> dict[str, _Draw]:
         key_process, key_draw = jax.random.split(key)
@@ -253,16 +295,23 @@ def sample_functions(
             )
             raise ValueError(msg)
     draws = jax.lax.map(draw, jax.random.split(rng_key, num_samples))
+    tables = any(isinstance(_param(guide, params, site, "basis"), Table) for site in like)
+    finite = priors(guide, rng_key, params, *args, **kwargs) if tables else {}
     result = {}
     for site, (process, X) in like.items():
-        inducing, gamma = (params.get(f"{site}_{guide.prefix}_{symbol}") for symbol in ("inducing", "mean_inducing"))
-        if isinstance(process.inducing, WeightVariables):
+        inducing, gamma, table = (_param(guide, params, site, name) for name in ("inducing", "mean_inducing", "basis"))
+        basis = None if gamma is None else InducingMean(gamma)
+        if isinstance(table, Table):
+            # One of the kernels that the draws have: what they share of it is the same for all.
+            of_table = TableDraw if isinstance(process, _OverTable) else TableMean
+            basis = of_table(finite[site][0], table, X.shape[-1], whiten=not cast(Any, guide.family(site)).relevance)
+        elif isinstance(process.inducing, WeightVariables):
             inducing = process.inducing
         elif inducing is None:
             inducing = InducingPoints(params[f"{site}_{guide.prefix}_sites"].X)
         elif gamma is not None and process.mean_weights is None:
-            inducing, gamma = joined(inducing, gamma), None
-        result[site] = FunctionDraws(inducing, gamma, draws[site], process.batch_shape)
+            inducing, basis = joined(inducing, gamma), None
+        result[site] = FunctionDraws(inducing, basis, draws[site], process.batch_shape)
         _check_evaluation(site, result[site], X)
     return result
 

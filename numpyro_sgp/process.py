@@ -14,7 +14,7 @@ from jax import Array
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from numpyro_sgp.conditionals import Moments, Projection, coefficient_units, mean_at, project_orthogonal
+from numpyro_sgp.conditionals import Moments, Projection, coefficient_units, project_orthogonal
 from numpyro_sgp.conditionals.moments import moments
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
 from numpyro_sgp.features import WeightVariables, as_finite_rank
@@ -29,7 +29,9 @@ from numpyro_sgp.linalg import (
     solve_lower,
     solve_lower_transposed,
 )
+from numpyro_sgp.mean_basis import AbstractMeanBasis, InducingMean, TableMean
 from numpyro_sgp.sites import DatumSites
+from numpyro_sgp.tables import Table, limit_of, numbers_of
 
 __all__ = ["POINTS", "Guide", "ProcessPosterior", "UnknownFamilyError", "joined", "process_of", "process_posterior"]
 
@@ -101,11 +103,12 @@ class ProcessPosterior:
         inducing: the inducing variables u.
         L: Cholesky factor of Kuu, or of B = I + W½KW½, (..., M, M).
         a: the mean's weights, (..., M).
+        m: mean of q(v), (..., M); None for a dense posterior.
         R: root of q(v)'s covariance, S = RᵀR, (..., M, M); None for a dense posterior.
         W_sqrt: roots of the sites' precisions, (..., M); None for a sparse posterior.
-        mean_inducing: a basis γ of the mean alone, or None.
-        mean_weights: its coefficients, (..., M_γ), or None.
-        kl: KL(q(u) ‖ p(u)), (...).
+        mean_basis: a basis of the mean alone, or None.
+        mean_weights: its weights, as it takes them, or None.
+        kl: KL(q ‖ p), with that of the mean's own basis, (...).
         jitter: relative to the mean prior variance.
         batch_shape: one latent for each entry.
     """
@@ -115,10 +118,11 @@ class ProcessPosterior:
     inducing: AbstractInducing
     L: Array
     a: Array
+    m: Array | None
     R: Array | None
     W_sqrt: Array | None
-    mean_inducing: AbstractInducing | None
-    mean_weights: Array | None
+    mean_basis: AbstractMeanBasis | None
+    mean_weights: Any
     kl: Array
     jitter: ArrayLike
     batch_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
@@ -158,9 +162,8 @@ class ProcessPosterior:
         A = solve_lower(self.L, Kuf if self.W_sqrt is None else self.W_sqrt[..., :, None] * Kuf)
         T = None if self.R is None else matmul(self.R, A)
         mean = matvec_transposed(Kuf, self.a)
-        if self.mean_inducing is not None:
-            assert self.mean_weights is not None
-            mean = mean + mean_at(prior.kernel, prior.X, self.mean_inducing, self.mean_weights)
+        if self.mean_basis is not None:
+            mean = mean + self.mean_basis.mean_at(prior.kernel, prior.X, self.mean_weights)
         q = moments(mean, prior.kernel(prior.X), A, T, self.kl)
         return SparsePosterior(prior, q, self.batch_shape)
 
@@ -202,6 +205,9 @@ def process_of(guide: Guide, params: Mapping[str, Any], site: str, q: SparsePost
     family, read = guide.family(site), _Reader(params, site, guide.prefix)
     if not family.has_process:
         raise UnknownFamilyError(_without_process(family, site))
+    table = params.get(f"{site}_{guide.prefix}_basis")
+    if isinstance(table, Table):
+        return _with_table(family, read, q, table)
     inducing = params.get(f"{site}_{guide.prefix}_inducing")
     gamma = params.get(f"{site}_{guide.prefix}_mean_inducing")
     coefficients = params.get(f"{site}_{guide.prefix}_a")
@@ -226,21 +232,47 @@ def process_of(guide: Guide, params: Mapping[str, Any], site: str, q: SparsePost
         return _dense(seen["sites"], q.batch_shape, shared)
     if basis is None or found.posterior_root is None:
         raise UnknownFamilyError(_without_process(family, site))
-    m, weights = jnp.broadcast_to(found.mean, (*q.batch_shape, M)), None
+    m = jnp.broadcast_to(found.mean, (*q.batch_shape, M))
+    own, weights = m, None
     if coefficients is not None and gamma is not None:
         # m(x) = k_xu Kuu⁻¹m(u) + (k_xγ − k_xu Kuu⁻¹K_uγ)b, whatever of the second part the family has in m(u).
         weights = coefficients.values * coefficient_units(coefficients, gamma, kernel)
-        m = m - matvec(solve_lower(basis.L, basis.inducing.Kuv(kernel, gamma)), weights)
+        own = m - matvec(solve_lower(basis.L, basis.inducing.Kuv(kernel, gamma)), weights)
     return ProcessPosterior(
         inducing=basis.inducing,
         L=basis.L,
-        a=solve_lower_transposed(basis.L, m[..., None])[..., 0],
+        a=solve_lower_transposed(basis.L, own[..., None])[..., 0],
+        m=m,
         R=found.posterior_root,
         W_sqrt=None,
-        mean_inducing=None if weights is None else gamma,
+        mean_basis=None if weights is None else InducingMean(cast(AbstractInducing, gamma)),
         mean_weights=weights,
         batch_shape=q.batch_shape,
         **shared,
+    )
+
+
+def _with_table(family: Any, read: _Reader, q: SparsePosterior, table: Table) -> ProcessPosterior:
+    """The mean in the weights of a table, and the covariance of values u under the kernel of its features."""
+    prior = q.prior
+    kernel = limit_of(prior.kernel)
+    limit = GaussianProcess(kernel, prior.X, jitter=cast(Any, prior.relative_jitter))
+    inducing, S_sqrt = family.covariance_of(read, limit)
+    zeros = jnp.zeros(inducing.num_inducing, S_sqrt.dtype)
+    return ProcessPosterior(
+        kernel=kernel,
+        mean_function=prior.mean_function,
+        inducing=inducing,
+        L=cholesky(inducing.Kuu(kernel), prior.relative_jitter),
+        a=zeros,
+        m=zeros,
+        R=S_sqrt.T,
+        W_sqrt=None,
+        mean_basis=TableMean(prior.kernel, table, prior.X.shape[-1], whiten=not family.relevance),
+        mean_weights=numbers_of(prior.kernel, table.size),
+        kl=q.kl,
+        jitter=prior.relative_jitter,
+        batch_shape=q.batch_shape,
     )
 
 
@@ -343,9 +375,10 @@ def _dense(sites: DatumSites, batch_shape: tuple[int, ...], shared: dict[str, An
         inducing=inducing,
         L=L,
         a=a,
+        m=None,
         R=None,
         W_sqrt=W_sqrt,
-        mean_inducing=None,
+        mean_basis=None,
         mean_weights=None,
         batch_shape=batch_shape,
         **shared,

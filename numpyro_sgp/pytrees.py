@@ -10,7 +10,19 @@ import jax
 from jax import Array
 import numpy as np
 
-__all__ = ["PytreeFunction"]
+__all__ = ["PytreeFunction", "split_arrays"]
+
+
+def split_arrays(tree: Any) -> tuple[Callable[[list], Any], list]:
+    """The numeric arrays of a pytree, and a function that puts others in their place."""
+    leaves, structure = jax.tree.flatten(tree)
+    is_array = [isinstance(leaf, Array | np.ndarray) and np.asarray(leaf).dtype.kind in "biufc" for leaf in leaves]
+
+    def fixed(dynamic: list) -> Any:
+        rest = iter(dynamic)
+        return jax.tree.unflatten(structure, [next(rest) if a else x for x, a in zip(leaves, is_array, strict=True)])
+
+    return fixed, [leaf for leaf, a in zip(leaves, is_array, strict=True) if a]
 
 
 class _Static:

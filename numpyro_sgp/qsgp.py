@@ -12,13 +12,14 @@ from jax.typing import ArrayLike
 import numpy as np
 from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_sgp.all_weights import Chevron, dense_divergence, streamed
+from numpyro_sgp.all_weights import Chevron, dense_divergence, streamed, sums_of_squares
 from numpyro_sgp.autoguide import AbstractAutoSparseGP
 from numpyro_sgp.checks import positive
 from numpyro_sgp.conditionals import (
     Inclusion,
     Moments,
     Sampled,
+    augmented_variance,
     bounding_scale,
     chevron_divergence,
     chevron_variance,
@@ -27,6 +28,7 @@ from numpyro_sgp.conditionals import (
     linear_and_square,
     mean_divergence,
     nystrom_residual,
+    optimal_diagonal,
     project,
     whitened,
 )
@@ -34,8 +36,9 @@ from numpyro_sgp.distributions import GaussianProcess
 from numpyro_sgp.families import AbstractPosteriorFamily, Inducing, check_names, for_site, inducing_param
 from numpyro_sgp.features import as_finite_rank
 from numpyro_sgp.finite_rank import has_correlated_weights
-from numpyro_sgp.inducing import subset
+from numpyro_sgp.inducing import AbstractInducing, subset
 from numpyro_sgp.linalg import matvec
+from numpyro_sgp.predict import priors
 from numpyro_sgp.tables import Control, Rows, Table, Weights, features_at, limit_of, numbers_of
 
 __all__ = ["AutoQSGP", "QuadruplyStochastic", "RelevantVectors"]
@@ -66,7 +69,10 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
     relevance: bool = False
     jackknife: bool = False
     log_concave: tuple[str, ...] = ()
-    has_process = False
+
+    @property
+    def has_process(self) -> bool:  # ty: ignore
+        return self.covariance == "inducing"
 
     def __post_init__(self) -> None:
         _check_options(self)
@@ -140,14 +146,17 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
             control = Control.at(points, kernel, not self.relevance, float(jitter))
         return Table(jnp.zeros((rank, columns), X.dtype), control, self.basis_batch, k)
 
-    def _inducing_moments(self, param: Callable, prior: GaussianProcess, kernel: Any) -> Moments:
-        limit = GaussianProcess(limit_of(kernel), prior.X, jitter=prior.jitter)
+    def covariance_of(self, param: Callable, limit: GaussianProcess) -> tuple[AbstractInducing, Array]:
+        """The inducing variables of the covariance, and the root S_sqrt of that of v, S = S_sqrt S_sqrtᵀ."""
         made = _some_inputs if self.inducing is None else self.inducing
         inducing = inducing_param(param, made, limit, False)
-        M, dtype = inducing.num_inducing, prior.X.dtype
-        S_sqrt = param("S_sqrt", jnp.eye(M, dtype=dtype))
+        return inducing, jnp.tril(param("S_sqrt", jnp.eye(inducing.num_inducing, dtype=limit.X.dtype)))
+
+    def _inducing_moments(self, param: Callable, prior: GaussianProcess, kernel: Any) -> Moments:
+        limit = GaussianProcess(limit_of(kernel), prior.X, jitter=prior.jitter)
+        inducing, S_sqrt = self.covariance_of(param, limit)
         blocks = project(inducing, limit.kernel, limit.X, limit.relative_jitter)
-        q = whitened(jnp.zeros(M, dtype), jnp.tril(S_sqrt), blocks.A, blocks.kff)
+        q = whitened(jnp.zeros(inducing.num_inducing, prior.X.dtype), S_sqrt, blocks.A, blocks.kff)
         return q._replace(kernel=limit.kernel)
 
     # The moments.
@@ -425,6 +434,97 @@ class AutoQSGP(AbstractAutoSparseGP):
         # A standard deviation of 1e-19, whose square is the smallest that single precision holds.
         log_diagonal = jnp.where(kept, table.values[:, 1 + k], -43.0)
         values = jnp.concatenate([zeros, log_diagonal[:, None], table.values[:, 2 + k :]], axis=1)
+        return self._with_values(params, site, table, values)
+
+    def with_optimal_diagonal(
+        self,
+        rng_key: Array,
+        params: Mapping[str, Any],
+        *args: Any,
+        noise_scale: ArrayLike,
+        site: str = "f",
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Parameters with the best diagonal of a chevron covariance under Gaussian noise, in closed form.
+
+        d_k² = σ² / (φ_kᵀφ_k + σ² s_k), for the weights below the dense columns. O(N m), once.
+
+        Args:
+            rng_key: draws the hyperparameters, where the base guide is random.
+            params: parameters of a guide with a chevron covariance.
+            args: arguments of the model, with all rows of the data.
+            noise_scale: σ, in units of y.
+            site: the GP site.
+            kwargs: keyword arguments of the model.
+
+        Raises:
+            ValueError: the site has no chevron covariance.
+
+        References:
+            Evans and Nair (2020), proposition 1.
+        """
+        table = self._weights_table(params, site)
+        kernel, X = priors(self, rng_key, params, *args, **kwargs)[site]
+        squares = sums_of_squares(kernel, X, table, not self._family.relevance)
+        k, values = table.dense_columns or 0, table.values
+        precision = jnp.exp(values[:, 2 + k]) if self._family.relevance else jnp.ones(table.size, values.dtype)
+        log_diagonal = jnp.log(optimal_diagonal(squares, precision, jnp.asarray(noise_scale, values.dtype) ** 2))
+        log_diagonal = jnp.where(jnp.arange(table.size) < k, values[:, 1 + k], log_diagonal)
+        return self._with_values(params, site, table, values.at[:, 1 + k].set(log_diagonal))
+
+    def augmented_variance(
+        self,
+        rng_key: Array,
+        params: Mapping[str, Any],
+        X_new: ArrayLike,
+        *args: Any,
+        noise_scale: ArrayLike,
+        site: str = "f",
+        **kwargs: Any,
+    ) -> Array:
+        """Var f at other inputs with a basis function at each of them added, (N_new,).
+
+        v + σ²k(x, x)² / (Σ_n k(x, x_n)² + σ²k(x, x)): far from the data the variance is the prior's, where that of a
+        few relevant vectors vanishes. A heuristic; where the covariance is good it counts twice what the basis spans.
+
+        Args:
+            rng_key: draws the hyperparameters, where the base guide is random.
+            params: parameters of a guide with a chevron covariance.
+            X_new: inputs of the GP site, (N_new, D).
+            args: arguments of the model, with all rows of the data.
+            noise_scale: σ, in units of y.
+            site: the GP site.
+            kwargs: keyword arguments of the model.
+
+        Raises:
+            ValueError: the site has no chevron covariance; inputs of another width.
+
+        References:
+            Evans and Nair (2020), proposition 4 and appendix G; corrects V[y], which lacks σ².
+        """
+        table = self._weights_table(params, site)
+        kernel, X = priors(self, rng_key, params, *args, **kwargs)[site]
+        X_new = jnp.asarray(X_new, X.dtype)
+        if X_new.ndim != 2 or X_new.shape[-1] != X.shape[-1]:
+            msg = f"`X_new` has shape {X_new.shape}, but this GP has inputs of {X.shape[-1]} columns. Pass (N_new, D)."
+            raise ValueError(msg)
+        f, variance, _ = streamed(kernel, X_new, table, not self._family.relevance)
+        variance = jnp.sum(f[:, 1:] ** 2, axis=-1) + variance
+        limit = limit_of(kernel)
+        squares = lax.map(lambda x: jnp.sum(limit(x[None], X) ** 2), X_new)
+        return augmented_variance(variance, limit(X_new), squares, jnp.asarray(noise_scale, X.dtype) ** 2)
+
+    def _weights_table(self, params: Mapping[str, Any], site: str) -> Table:
+        table = params.get(f"{site}_{self.prefix}_basis")
+        if not isinstance(table, Table) or table.dense_columns is None:
+            msg = (
+                f"The GP site {site!r} has no covariance of the weights. Pass fitted parameters of a guide with "
+                '`AutoQSGP(model, covariance="chevron")`, and the name of its site.'
+            )
+            raise ValueError(msg)
+        return table
+
+    def _with_values(self, params: Mapping[str, Any], site: str, table: Table, values: Array) -> dict[str, Any]:
         return {**params, f"{site}_{self.prefix}_basis": dataclasses.replace(table, values=values)}
 
     def _relevance_table(self, params: Mapping[str, Any], site: str) -> Table:

@@ -28,6 +28,7 @@ LEVELS = {
     "sites": 5,
     "conditionals": 6,
     "all_weights": 7,
+    "mean_basis": 7.5,
     "marginal_likelihood": 7,
     "concavity": 7.5,
     "distributions": 8,

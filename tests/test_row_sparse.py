@@ -231,10 +231,6 @@ def test_a_mistake_is_told_with_what_came_and_what_to_do(mistake):
 def test_mistakes_of_type_and_what_cannot_be_done_are_told():
     with pytest.raises(TypeError, match="optax transformation"):
         sgp.RowSparse(others=0.1)
-    svi = svi_of(optim=optax.sgd(0.0))
-    params = svi.get_params(svi.init(jax.random.key(0), X, Y))
-    with pytest.raises(TypeError, match=r"guide\.posterior"):
-        sgp.process_posterior(svi.guide, jax.random.key(0), params, X)
 
     def batch(X, y=None):
         with numpyro.plate("class", 2):

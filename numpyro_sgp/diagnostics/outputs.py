@@ -20,6 +20,7 @@ import numpyro.distributions as dist
 from numpyro_sgp.distributions import SparsePosterior, log_prob_of, observed_mask, unwrap
 from numpyro_sgp.linalg import cholesky, matmul, matvec, matvec_transposed
 from numpyro_sgp.process import ProcessPosterior, UnknownFamilyError, process_of
+from numpyro_sgp.pytrees import split_arrays
 from numpyro_sgp.sites import DatumSites
 
 __all__ = ["Draws", "Outputs", "Result", "fitted_values", "log_ratio", "log_ratio_dense", "num_rows", "with_num_data"]
@@ -137,7 +138,7 @@ class Draws:
         return self._by_arguments(N, B, args, with_num_data(self.model, args, kwargs, N))
 
     def _by_indices(self, plate: str, N: int, B: int, args: tuple, kwargs: dict) -> Outputs:
-        fixed, dynamic = _partition((args, kwargs))
+        fixed, dynamic = split_arrays((args, kwargs))
 
         def draw(params: dict[str, Any], data: tuple[list, Array], batch: ArrayLike, key: Array) -> Outputs:
             leaves, indices = data
@@ -150,7 +151,7 @@ class Draws:
         return self._joined(N, B, draw, lambda rows: (dynamic, jnp.asarray(rows)), like)
 
     def _by_arguments(self, N: int, B: int, args: tuple, kwargs: dict) -> Outputs:
-        fixed, dynamic = _partition(args)
+        fixed, dynamic = split_arrays(args)
 
         def draw(params: dict[str, Any], data: list, batch: ArrayLike, key: Array) -> Outputs:
             return self.one(params, key, batch, _Rows(), fixed(data), kwargs)
@@ -255,12 +256,19 @@ def _draw_process(
 
 
 def log_ratio(process: ProcessPosterior, epsilon: Array) -> Array:
-    """The log ratio log q(v)/p(v) at v = m + Rᵀε: −½|ε|² + ½|v|² − log|R|."""
-    R = cast(Array, process.R)
-    m = matvec_transposed(process.L, process.a)
+    """The log ratio log q(v)/p(v) at v = m + Rᵀε: −½|ε|² + ½|v|² − log|R|.
+
+    Where the mean has a basis of its own, the function given v is not the prior's; the divergence of that part, which
+    is what KL(q ‖ p) has beyond that of v, is the same for all v and is added.
+    """
+    R, m = cast(Array, process.R), cast(Array, process.m)
     v = m + matvec_transposed(R, epsilon)
     log_R = jnp.linalg.slogdet(R)[1]
-    return 0.5 * (jnp.sum(v * v, axis=-1) - jnp.sum(epsilon * epsilon, axis=-1)) - log_R
+    ratio = 0.5 * (jnp.sum(v * v, axis=-1) - jnp.sum(epsilon * epsilon, axis=-1)) - log_R
+    if process.mean_basis is None:
+        return ratio
+    kl_v = 0.5 * (jnp.sum(R * R, axis=(-2, -1)) + jnp.sum(m * m, axis=-1) - R.shape[-1]) - log_R
+    return ratio + process.kl - kl_v
 
 
 def log_ratio_dense(sites: DatumSites, q: SparsePosterior, f: Array) -> Array:
@@ -315,23 +323,11 @@ def _collect_observed(outputs: Outputs, name: str, site: dict, rng_key: Array) -
     outputs[PREDICTIVE][name] = whole.sample(rng_key)
 
 
-def _partition(tree: Any) -> tuple[Callable[[list], Any], list]:
-    """The numeric arrays of a pytree, and a function that puts others in their place."""
-    leaves, structure = jax.tree.flatten(tree)
-    is_array = [isinstance(leaf, Array | np.ndarray) and np.asarray(leaf).dtype.kind in "biufc" for leaf in leaves]
-
-    def fixed(dynamic: list) -> Any:
-        rest = iter(dynamic)
-        return jax.tree.unflatten(structure, [next(rest) if a else x for x, a in zip(leaves, is_array, strict=True)])
-
-    return fixed, [leaf for leaf, a in zip(leaves, is_array, strict=True) if a]
-
-
 def num_rows(args: tuple, batch_size: int | None) -> int:
     """N, the rows of the arrays among the arguments; 0 where nothing is to be cut into batches."""
     if batch_size is None:
         return 0
-    _, arrays = _partition(args)
+    _, arrays = split_arrays(args)
     rows = {np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in arrays}
     if len(rows) != 1 or 0 in rows:
         msg = (

@@ -1,0 +1,96 @@
+"""Bases that a posterior's mean, or a draw from it, has beside its inducing variables, evaluated at any inputs."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import jax
+from jax import Array
+
+from numpyro_sgp.all_weights import streamed, streamed_draw
+from numpyro_sgp.conditionals import mean_at
+from numpyro_sgp.inducing import AbstractInducing
+from numpyro_sgp.tables import Table, with_numbers
+
+__all__ = ["AbstractMeanBasis", "InducingMean", "TableDraw", "TableMean"]
+
+
+class AbstractMeanBasis(ABC):
+    """What is the same for all draws of the hyperparameters; what each of them changes are its weights."""
+
+    @abstractmethod
+    def mean_at(self, kernel: Callable, X: Array, weights: Any) -> Array:
+        """The function at inputs (N, D), (..., N).
+
+        Args:
+            kernel: the kernel of the covariance.
+            X: inputs, (N, D).
+            weights: what belongs to one draw.
+        """
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class InducingMean(AbstractMeanBasis):
+    """k_xγ b, with the weights b, (..., M_γ)."""
+
+    gamma: AbstractInducing
+
+    def mean_at(self, kernel: Callable, X: Array, weights: Array) -> Array:
+        return mean_at(kernel, X, self.gamma, weights)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TableMean(AbstractMeanBasis):
+    """φ(x)ᵀμ with the means of a table; the weights are the numbers of the kernel of finite rank.
+
+    Attributes:
+        finite: that kernel, whose own numbers are not read.
+        table: the table.
+        width: of the inputs.
+        whiten: whether features are those of weights of prior precision one.
+    """
+
+    finite: Any
+    table: Table
+    width: int = dataclasses.field(metadata={"static": True})
+    whiten: bool = dataclasses.field(metadata={"static": True})
+
+    def mean_at(self, kernel: Callable, X: Array, weights: list[Array]) -> Array:
+        del kernel
+        _check_width(self.width, X)
+        finite = with_numbers(self.finite, weights, self.table.size)
+        return streamed(finite, X, self.table, self.whiten)[0][:, 0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TableDraw(AbstractMeanBasis):
+    """φ(x)ᵀw with w drawn from the chevron covariance of a table: the weights are the kernel's numbers and a key.
+
+    Attributes:
+        finite: the kernel of finite rank, whose own numbers are not read.
+        table: the table.
+        width: of the inputs.
+        whiten: whether features are those of weights of prior precision one.
+    """
+
+    finite: Any
+    table: Table
+    width: int = dataclasses.field(metadata={"static": True})
+    whiten: bool = dataclasses.field(metadata={"static": True})
+
+    def mean_at(self, kernel: Callable, X: Array, weights: tuple[list[Array], Array]) -> Array:
+        del kernel
+        _check_width(self.width, X)
+        numbers, rng_key = weights
+        finite = with_numbers(self.finite, numbers, self.table.size)
+        return streamed_draw(finite, X, self.table, rng_key, self.whiten)
+
+
+def _check_width(width: int, X: Array) -> None:
+    if X.shape[-1] != width:
+        msg = f"`X_new` has shape {X.shape}, but this GP has inputs of {width} columns. Give the inputs of the GP site."
+        raise ValueError(msg)

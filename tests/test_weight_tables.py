@@ -1,0 +1,226 @@
+"""Posteriors over tables of weights as processes: draws of functions, and closed forms, against dense Gaussians."""
+
+import dataclasses
+
+import guides
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.testing import assert_allclose
+import numpyro
+import numpyro.distributions as dist
+import oracles
+import pytest
+from scipy import stats
+
+import numpyro_sgp as sgp
+from numpyro_sgp import features, kernels
+from numpyro_sgp.diagnostics.outputs import log_ratio
+
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+
+RNG = np.random.default_rng(5)
+N, RANK, DRAWS, NOISE, COLUMNS = 6, 22, 20_000, 0.3, 2
+X, X_NEW, Z = RNG.uniform(-1.0, 1.0, size=(N, 2)), RNG.uniform(-2.0, 2.0, size=(4, 2)), RNG.normal(size=(3, 2))
+Y = RNG.normal(size=N)
+LENGTHSCALE, VARIANCE = 0.8, 1.4
+
+
+def initial_parameters(guide):
+    return dict(guides.initial_parameters(guide.model, guide, X, Y))
+
+
+def kernel():
+    return kernels.SquaredExponential(LENGTHSCALE, VARIANCE)
+
+
+def model(X, y=None):
+    scale = numpyro.param("scale", LENGTHSCALE)
+    finite = features.RandomFourier(kernels.SquaredExponential(scale, VARIANCE), RANK, jax.random.key(1))
+    f = numpyro.sample("f", sgp.GaussianProcess(finite, X, lambda X: 0.5 * X[:, 0]))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+
+def with_random_values(guide):
+    """Parameters of a posterior that is far from the prior."""
+    params = initial_parameters(guide)
+    table = params["f_auto_basis"]
+    values = 0.4 * RNG.normal(size=table.values.shape)
+    params = guide._with_values(params, "f", table, jnp.asarray(values))
+    if "f_auto_S_sqrt" in params:
+        params["f_auto_S_sqrt"] = jnp.asarray(np.tril(0.5 * RNG.normal(size=(3, 3)) + np.eye(3)))
+    return params
+
+
+def whitened_features(X):
+    finite = features.RandomFourier(kernel(), RANK, jax.random.key(1))
+    return np.asarray(finite.features(X)) / np.sqrt(np.asarray(finite.prior_precision(np.arange(RANK))))
+
+
+def dense(params, form, X):
+    """Mean and covariance of q(f(X))."""
+    values = np.asarray(params["f_auto_basis"].values)
+    Phi = whitened_features(X)
+    mean = 0.5 * X[:, 0] + Phi @ values[:, 0]
+    if form == "inducing":
+        K, Kuf, Kuu = (np.asarray(kernel()(*pair)) for pair in ((X, X), (Z, X), (Z, Z)))
+        A = np.linalg.solve(np.linalg.cholesky(Kuu), Kuf)
+        S_sqrt = np.asarray(params["f_auto_S_sqrt"])
+        return mean, K + A.T @ (S_sqrt @ S_sqrt.T - np.eye(3)) @ A
+    C = np.diag(np.exp(values[:, 1 + COLUMNS]))
+    C[:, :COLUMNS] = np.tril(values[:, 1 : 1 + COLUMNS], -1) + C[:, :COLUMNS]
+    return mean, Phi @ C @ C.T @ Phi.T
+
+
+def guide_of(form):
+    options = {"inducing": Z} if form == "inducing" else {"covariance": "chevron", "dense_columns": COLUMNS}
+    return sgp.AutoQSGP(model, basis_batch=4, **options)
+
+
+@pytest.mark.parametrize("form", ["inducing", "chevron"])
+def test_functions_have_the_mean_and_covariance_of_the_dense_gaussian_and_stay_the_same(form):
+    guide = guide_of(form)
+    params = with_random_values(guide)
+    f = guide.sample_functions(jax.random.key(2), params, X, num_samples=DRAWS, num_features=16)["f"]
+    draws = np.asarray(f(X_NEW))
+    mean, covariance = dense(params, form, X_NEW)
+    deviation = np.sqrt(np.diag(covariance))
+    assert_allclose(draws.mean(0), mean, atol=5 * np.max(deviation) / np.sqrt(DRAWS))
+    products = np.outer(deviation, deviation)
+    assert_allclose(np.cov(draws.T) / products, covariance / products, atol=5 * np.sqrt(2 / DRAWS))
+    assert f.num_samples == DRAWS
+    few = guide.sample_functions(jax.random.key(2), params, X[:2], num_samples=3)["f"]
+    assert_allclose(few(X_NEW)[:, 1:3], few(X_NEW[1:3]), rtol=1e-10)
+    with pytest.raises(ValueError, match="columns"):
+        few(X_NEW[:, :1])
+
+
+def test_functions_follow_the_draw_of_the_hyperparameters():
+    def sampled(X, y=None):
+        scale = numpyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        finite = features.RandomFourier(kernels.SquaredExponential(scale, VARIANCE), RANK, jax.random.key(1))
+        f = numpyro.sample("f", sgp.GaussianProcess(finite, X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    guide = sgp.AutoQSGP(sampled, basis_batch=4, covariance="chevron")
+    params = with_random_values(guide)
+    values = np.asarray(params["f_auto_basis"].values).copy()
+    values[:, 1] = -40.0  # no variance: a draw is φ(x)ᵀμ with its own lengthscale
+    params = guide._with_values(params, "f", params["f_auto_basis"], jnp.asarray(values))
+    f = guide.sample_functions(jax.random.key(2), params, X, num_samples=3)["f"]
+    scales = np.asarray(f.draws.basis_weights[0][0])
+    assert np.unique(scales).size == 3
+    for scale, draw in zip(scales, f(X_NEW), strict=True):
+        finite = features.RandomFourier(kernels.SquaredExponential(scale, VARIANCE), RANK, jax.random.key(1))
+        Phi = np.asarray(finite.features(X_NEW)) / np.sqrt(np.asarray(finite.prior_precision(np.arange(RANK))))
+        assert_allclose(draw, Phi @ values[:, 0], rtol=1e-8)
+
+
+def test_a_process_with_its_mean_in_a_table_is_evaluated_anywhere_and_knows_its_divergence():
+    guide = guide_of("inducing")
+    params = with_random_values(guide)
+    process = sgp.process_posterior(guide, jax.random.key(0), params, X)["f"]
+    found = process.posterior(X_NEW)
+    mean, covariance = dense(params, "inducing", X_NEW)
+    assert_allclose(found.mean, mean, rtol=1e-6)
+    assert_allclose(found.covariance(), covariance, rtol=1e-5, atol=1e-6)
+    S_sqrt = np.asarray(params["f_auto_S_sqrt"])
+    weights = np.asarray(params["f_auto_basis"].values)[:, 0]
+    kl = oracles.gaussian_kl(np.zeros(3), S_sqrt @ S_sqrt.T, np.eye(3)) + 0.5 * weights @ weights
+    assert_allclose(process.kl, kl, rtol=1e-8)
+
+
+@pytest.mark.parametrize("parametrization", [None, "orthogonal", "hybrid", "solve"])
+def test_log_ratios_are_those_of_the_inducing_variables_with_the_divergence_of_the_rest(parametrization):
+    # A mean with a basis of its own is no function of u, and yet a part of the divergence.
+    def simple(X, y=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(kernel(), X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    if parametrization is None:
+        guide = guide_of("inducing")
+        params = with_random_values(guide)
+    else:
+        guide = sgp.AutoDecoupledGP(simple, X[:4], Z, parametrization=parametrization)
+        params = initial_parameters(guide)
+        for name, value in params.items():
+            if name.endswith(("_m", "_S_sqrt")):
+                params[name] = value + 0.3 * RNG.normal(size=value.shape)
+            elif name.endswith("_a"):
+                params[name] = dataclasses.replace(value, values=jnp.asarray(RNG.normal(size=4)))
+    process = sgp.process_posterior(guide, jax.random.key(0), params, X)["f"]
+    at = np.asarray(process.inducing.Z)
+    u = guide.posterior(jax.random.key(0), params, at)["f"]
+    L = np.linalg.cholesky(np.asarray(kernel()(at, at)) + 1e-6 * VARIANCE * np.eye(len(at)))
+    m = np.linalg.solve(L, np.asarray(u.mean)) * (parametrization is not None)  # a table is no part of u
+    R = np.asarray(process.R)
+    S, one = R.T @ R, np.eye(len(at))
+    epsilon = RNG.normal(size=(5, len(at)))
+    v = m + epsilon @ R
+    log_q, log_p = (stats.multivariate_normal(*q).logpdf(v) for q in ((m, S), (0 * m, one)))
+    rest = np.asarray(process.kl) - oracles.gaussian_kl(m, S, one)
+    assert (rest > 0.01) == (parametrization != "solve")  # what its own basis adds
+    assert_allclose([log_ratio(process, e) for e in jnp.asarray(epsilon)], log_q - log_p + rest, rtol=1e-3, atol=1e-3)
+
+
+def bound(params):
+    """The evidence lower bound with Gaussian noise, dense."""
+    values = np.asarray(params["f_auto_basis"].values)
+    mean, covariance = dense(params, "chevron", X)
+    C = np.diag(np.exp(values[:, 1 + COLUMNS]))
+    C[:, :COLUMNS] = np.tril(values[:, 1 : 1 + COLUMNS], -1) + C[:, :COLUMNS]
+    kl = oracles.gaussian_kl(values[:, 0], C @ C.T, np.eye(RANK))
+    return -0.5 * np.sum((Y - mean) ** 2 + np.diag(covariance)) / NOISE**2 - kl
+
+
+def test_the_optimal_diagonal_maximises_the_bound_and_leaves_the_dense_columns():
+    guide = guide_of("chevron")
+    before = with_random_values(guide)
+    after = guide.with_optimal_diagonal(jax.random.key(0), before, X, noise_scale=NOISE)
+    values, old = (np.asarray(params["f_auto_basis"].values) for params in (after, before))
+    Phi = whitened_features(X)
+    d = np.sqrt(NOISE**2 / (np.sum(Phi**2, axis=0) + NOISE**2))
+    assert_allclose(np.exp(values[COLUMNS:, 1 + COLUMNS]), d[COLUMNS:], rtol=1e-8)
+    assert_allclose(values[:COLUMNS], old[:COLUMNS], rtol=0)
+    assert_allclose(values[:, : 1 + COLUMNS], old[:, : 1 + COLUMNS], rtol=0)
+    best = bound(after)
+    for k in (COLUMNS, RANK - 1):
+        for change in (-0.05, 0.05):
+            moved = values.copy()
+            moved[k, 1 + COLUMNS] += change
+            assert bound(guide._with_values(after, "f", after["f_auto_basis"], jnp.asarray(moved))) < best
+
+
+def test_an_augmented_variance_is_the_priors_far_from_the_data():
+    centres = jnp.asarray(X)
+
+    def machine(X, y=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(features.InducingBasis(kernel(), centres), X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    guide = sgp.AutoQSGP(machine, basis_batch=4, covariance="chevron", relevance=True)
+    params = with_random_values(guide)
+    at = np.concatenate([X_NEW, [[50.0, 50.0]]])
+    q = guide.posterior(jax.random.key(0), params, at)["f"]
+    found = guide.augmented_variance(jax.random.key(0), params, at, X, noise_scale=NOISE)
+    k = np.asarray(kernel()(at, X))
+    wanted = np.asarray(q.variance) + NOISE**2 * VARIANCE**2 / (np.sum(k**2, axis=1) + NOISE**2 * VARIANCE)
+    assert_allclose(found, wanted, rtol=1e-8)
+    assert_allclose([q.variance[-1], found[-1]], [0.0, VARIANCE], atol=1e-12)
+
+
+def test_mistakes_are_told():
+    guide = guide_of("inducing")
+    params = initial_parameters(guide)
+    with pytest.raises(ValueError, match="no covariance of the weights"):
+        guide.with_optimal_diagonal(jax.random.key(0), params, X, noise_scale=NOISE)
+    guide = guide_of("chevron")
+    params = initial_parameters(guide)
+    with pytest.raises(ValueError, match=r"\(4, 1\).*2 columns"):
+        guide.augmented_variance(jax.random.key(0), params, X_NEW[:, :1], X, noise_scale=NOISE)
+    with pytest.raises(TypeError, match=r"guide\.posterior"):
+        sgp.process_posterior(guide, jax.random.key(0), params, X)
