@@ -8,10 +8,13 @@ many inputs in the mean, all of them trained from the start for twice that time.
 SVGP and refines its mean over all training inputs; `..., in turn` then takes natural steps on the covariance block
 with that mean, and refines again.
 
-    python benchmarks/decoupled_quality.py --data kin40k.npz bike.npz [--folds 0 1] [--output results]
+    python benchmarks/decoupled_quality.py --data kin40k.npz bike.npz [--folds 0 1] [--inducing 512] [--output results]
+
+Runs are added to those that the output folder has already; `--summary` prints means and standard deviations of these.
 """
 
 import argparse
+import json
 from pathlib import Path
 import time
 
@@ -176,17 +179,52 @@ def problem(path: Path | None, fold: int, dtype) -> tuple:
     return (X, y), (X_test, y_test)
 
 
+def earlier(path: Path | None, settings: dict) -> dict:
+    """Runs that a file has already, by data set and fold."""
+    if path is None or not path.exists():
+        return {}
+    before = json.loads(path.read_text("utf-8"))
+    if before["settings"] != settings:
+        raise SystemExit(f"{path} was made with other settings: {before['settings']}. Move it away.")
+    return before["runs"]
+
+
+def summary(every: dict) -> None:
+    """Mean and standard deviation over folds of each quantity."""
+    for data, folds in every.items():
+        names = next(iter(folds.values()))
+        print(f"{data}, {len(folds)} folds")
+        for name in names:
+            cells = []
+            for key in ("rmse", "nlpd", "elbo", "seconds"):
+                values = [fold[name][key] for fold in folds.values()]
+                cells.append(f"{key} {np.mean(values):.4g} ± {np.std(values):.2g}")
+            print(f"  {name:<28}", *cells)
+
+
 def main(arguments: argparse.Namespace) -> None:
     """One table for each data set and fold, and their means."""
     p = REDUCED if arguments.reduced else FULL
-    result = {"settings": {key: value for key, value in p.items() if key != "dtype"}, "dtype": "float32", "runs": {}}
+    if arguments.inducing is not None:
+        M = arguments.inducing
+        p = {**p, "M": M, "solve": 5 * M // 8, "mean": 4 * M}
+    settings = {key: value for key, value in p.items() if key != "dtype"}
+    result = {"settings": settings, "dtype": "float32", "runs": {}}
+    file_name = "decoupled_quality" if arguments.inducing is None else f"decoupled_quality_{arguments.inducing}"
+    kept = None if arguments.output is None else arguments.output / f"{file_name}.json"
+    if arguments.summary:
+        summary(earlier(kept, settings))
+        return
     for path in arguments.data or [None]:
         name = "simulated" if path is None else path.stem
         for fold in arguments.folds:
             print(f"{name}, fold {fold}")
             data, test = problem(path, fold, p["dtype"])
-            result["runs"].setdefault(name, {})[str(fold)] = runs(data, test, p)
-            report("decoupled_quality", result, arguments.output)
+            found = runs(data, test, p)
+            # Read again: another process may have written meanwhile.
+            result["runs"] = earlier(kept, settings)
+            result["runs"].setdefault(name, {})[str(fold)] = found
+            report(file_name, result, arguments.output)
 
 
 if __name__ == "__main__":
@@ -194,5 +232,7 @@ if __name__ == "__main__":
     parser.add_argument("--reduced", action="store_true", help="small and simulated, to see that everything runs")
     parser.add_argument("--data", type=Path, nargs="*", help="npz files with X, y and test_mask")
     parser.add_argument("--folds", type=int, nargs="*", default=[0])
+    parser.add_argument("--inducing", type=int, help="M, with 5M/8 twice for SOLVE and 4M for the mean; 512")
+    parser.add_argument("--summary", action="store_true", help="print means over the folds of an earlier result")
     parser.add_argument("--output", type=Path, help="folder for the result as JSON")
     main(parser.parse_args())

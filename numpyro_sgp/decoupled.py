@@ -17,6 +17,7 @@ from numpyro_sgp.coefficients import Ascending, Coefficients, coefficients_of
 from numpyro_sgp.conditionals import (
     Moments,
     Projection,
+    Span,
     at_data,
     coefficient_units,
     full,
@@ -47,7 +48,7 @@ from numpyro_sgp.families import (
     started_at,
 )
 from numpyro_sgp.inducing import AbstractInducing, Growing, GrowingInducing, InducingPoints, find_rows
-from numpyro_sgp.linalg import diagonal, largest_eigenvalue, matmul, matvec_transposed
+from numpyro_sgp.linalg import diagonal, largest_eigenvalue, matmul
 from numpyro_sgp.regression import RegressionPosterior, started_mean_and_root, started_sites
 from numpyro_sgp.sites import Perturbed, TiedSites, sites_of
 
@@ -184,20 +185,20 @@ class Decoupled(AbstractPosteriorFamily):
             own = project_orthogonal(beta, gamma, blocks, prior.kernel, prior.X, prior.relative_jitter)
             second = self._gaussian(param, prior, batch_shape, gamma, own, "mean_", None)
             return second.perturb(block.perturb(solve(block.q, second.q, blocks.kff)))
-        Kug = beta.Kuv(prior.kernel, gamma)
-
-        def Kgf() -> Array:
-            return gamma.Kuf(prior.kernel, prior.X)
-
-        basis = (blocks.L, Kug) if self.parametrization == "orthogonal" else None
-        value, unit = self._coefficients(param, prior, batch_shape, gamma, basis)
+        span = beta if self.parametrization == "orthogonal" else None
+        value, unit = self._coefficients(param, prior, batch_shape, gamma, span, blocks.L)
         if isinstance(value, Ascending):
             return block.perturb(self._ascending(value, unit, prior, block.q, gamma, (beta, blocks.L)))
         a = value.values * unit
-        if basis is None:
-            squared = self._norm(a, prior.kernel, gamma, None)
-            return block.perturb(hybrid(block.q, block.mean(), a, blocks.L, Kug, Kgf(), squared))
-        return block.perturb(orthogonal(block.q, a, *basis, Kgf(), self._norm(a, prior.kernel, gamma, basis)))
+        function = mean_at(prior.kernel, prior.X, gamma, a)
+        # The second as the divergence takes it, whose gradient with respect to a comes from the sampled rows.
+        both = jnp.stack([a, jax.lax.stop_gradient(a)])
+        t, fixed_t = mean_projected(prior.kernel, blocks.L, beta, gamma, both)
+        if span is None:
+            squared = self._norm(a, prior.kernel, gamma, None, None)
+            return block.perturb(hybrid(block.q, block.mean(), function, t, squared))
+        squared = self._norm(a, prior.kernel, gamma, t, Span(beta, blocks.L, fixed_t))
+        return block.perturb(orthogonal(block.q, function, t, squared))
 
     def _inducing(
         self, param: Callable, inducing: Inducing, prior: GaussianProcess, symbol: str, argument: str
@@ -233,19 +234,21 @@ class Decoupled(AbstractPosteriorFamily):
         prior: GaussianProcess,
         batch_shape: tuple[int, ...],
         gamma: AbstractInducing,
-        basis: tuple[Array, Array] | None,
+        beta: AbstractInducing | None,
+        L: Array | None,
     ) -> tuple[Coefficients | Ascending, Array]:
         """The coefficients a₀, and what a unit of them is in a: 1 over the root of the variances left to them."""
 
         def init(rng_key: Array) -> Coefficients:
             del rng_key
             zeros = jnp.zeros((*batch_shape, gamma.num_inducing), prior.X.dtype)
-            projected = 0 if basis is None else basis[0].shape[-1]
-            if basis is None or isinstance(gamma, GrowingInducing):  # where what is left is not known yet
+            projected = 0 if beta is None else beta.num_inducing
+            if beta is None or isinstance(gamma, GrowingInducing):  # where what is left is not known yet
                 return Coefficients(zeros, None, projected, _holds(gamma, prior.X))
             # O(M² M_γ) operations, more than the rest of a step: measured once, while the scale follows the kernel.
             kgg = gamma.Kuu_diagonal(prior.kernel)
-            residual = residual_variance(*basis, kgg) / jnp.mean(kgg, axis=-1, keepdims=True)
+            assert L is not None
+            residual = residual_variance(L, beta.Kuv(prior.kernel, gamma), kgg) / jnp.mean(kgg, axis=-1, keepdims=True)
             return Coefficients(zeros, residual, projected, _holds(gamma, prior.X))
 
         value: Coefficients | Ascending = param("a", init)
@@ -290,9 +293,9 @@ class Decoupled(AbstractPosteriorFamily):
         tracked = jnp.sum(response.projected * jax.lax.stop_gradient(projected), axis=(0, -1))
         return moved._replace(kl=moved.kl + tracked)
 
-    def _norm(self, a: Array, kernel: Callable, gamma: AbstractInducing, basis: tuple[Array, Array] | None) -> Array:
+    def _norm(self, a: Array, kernel: Callable, gamma: AbstractInducing, t: Array | None, span: Span | None) -> Array:
         if self.kl_rows is None or self.kl_rows >= gamma.num_inducing:
-            return norm(a, gamma.Kuu(kernel), basis)
+            return norm(a, gamma.Kuu(kernel), t)
 
         def rows_at(index: Array) -> Array:
             some = gamma.take(index)
@@ -301,9 +304,9 @@ class Decoupled(AbstractPosteriorFamily):
 
         rng_key = None if numpyro.get_mask() is False else numpyro.prng_key()
         if rng_key is None:  # a prediction
-            return norm_by_blocks(a, rows_at, self.kl_rows, basis)
+            return norm_by_blocks(a, rows_at, self.kl_rows, t)
         index = jax.random.choice(rng_key, gamma.num_inducing, (self.kl_rows,), replace=False)
-        return norm_from_rows(a, index, rows_at(index), basis)
+        return norm_from_rows(a, index, kernel, gamma, span)
 
     def _full(
         self,
@@ -314,12 +317,12 @@ class Decoupled(AbstractPosteriorFamily):
         beta: AbstractInducing | None,
     ) -> Moments:
         q = self._covariance(param, prior, batch_shape, beta)
-        value, unit = self._coefficients(param, prior, batch_shape, gamma, None)
+        value, unit = self._coefficients(param, prior, batch_shape, gamma, None, None)
         if isinstance(value, Ascending):
             return self._ascending(value, unit, prior, q, gamma, None)
         a = value.values * unit
-        mean = matvec_transposed(gamma.Kuf(prior.kernel, prior.X), a)
-        return q._replace(mean=mean, kl=q.kl + 0.5 * self._norm(a, prior.kernel, gamma, None))
+        mean = mean_at(prior.kernel, prior.X, gamma, a)
+        return q._replace(mean=mean, kl=q.kl + 0.5 * self._norm(a, prior.kernel, gamma, None, None))
 
     def _covariance(
         self,

@@ -80,7 +80,7 @@ class _WithVariables(AbstractInducing):
         return self.inducing.Kuu_diagonal(kernel)
 
     def take(self, index: Array) -> AbstractInducing:
-        return self.inducing.take(index)
+        return _WithVariables(self.inducing.take(index), self.prior, jnp.take(self.covariance, index, axis=-2))
 
     def Kuf(self, kernel: Callable, X: Array) -> Array:
         return self.covariance if X is self.prior.X else self.inducing.Kuf(kernel, X)

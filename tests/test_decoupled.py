@@ -73,6 +73,7 @@ VECTOR, ROOT, A_GAMMA = RNG.normal(size=M), np.tril(RNG.normal(size=(M, M))), RN
 VECTOR_V, ROOT_V = RNG.normal(size=M_GAMMA), np.tril(RNG.normal(size=(M_GAMMA, M_GAMMA)))
 DENSE = Dense(jitter=0.0)
 KUF, KGF = np.split(DENSE.Khf(X), [M])
+FUNCTION, T = A_GAMMA @ KGF, np.linalg.solve(DENSE.L, DENSE.Kug @ A_GAMMA)
 A, KFF = np.linalg.solve(DENSE.L, KUF), np.full(N, VARIANCE)
 
 
@@ -83,13 +84,12 @@ def pure(kind, natural):
     second = ROOT @ ROOT.T if natural else ROOT
     m, S = from_whitened_sites(VECTOR, second) if natural else (VECTOR, ROOT @ ROOT.T)
     q = make_block(jnp.asarray(VECTOR), jnp.asarray(second), *blocks)
-    basis = (jnp.asarray(DENSE.L), jnp.asarray(DENSE.Kug))
     if kind == "orthogonal":
-        squared = conditionals.norm(A_GAMMA, DENSE.Kgg, basis)
-        ours = conditionals.orthogonal(q, jnp.asarray(A_GAMMA), *basis, jnp.asarray(KGF), squared)
+        squared = conditionals.norm(A_GAMMA, DENSE.Kgg, T)
+        ours = conditionals.orthogonal(q, FUNCTION, T, squared)
     elif kind == "hybrid":
         squared = conditionals.norm(A_GAMMA, DENSE.Kgg, None)
-        ours = conditionals.hybrid(q, jnp.asarray(m), jnp.asarray(A_GAMMA), *basis, jnp.asarray(KGF), squared)
+        ours = conditionals.hybrid(q, jnp.asarray(m), FUNCTION, T, squared)
     elif kind == "full":
         squared = conditionals.norm(A_GAMMA, DENSE.Kgg, None)
         ours = conditionals.full(*map(jnp.asarray, (A_GAMMA, ROOT, DENSE.Kuu, KUF, KFF, KGF)), squared)
@@ -121,18 +121,12 @@ def test_marginals_and_divergence_are_those_of_the_dense_gaussian_over_both_base
 
 
 def test_hybrid_and_orthogonal_describe_the_same_posterior_with_the_mean_shifted():
-    t = np.linalg.solve(DENSE.L, DENSE.Kug @ A_GAMMA)
-    basis = (jnp.asarray(DENSE.L), jnp.asarray(DENSE.Kug))
     blocks = jnp.asarray(A), jnp.asarray(KFF)
     first = conditionals.whitened(jnp.asarray(VECTOR), jnp.asarray(ROOT), *blocks)
-    first = conditionals.orthogonal(
-        first, jnp.asarray(A_GAMMA), *basis, jnp.asarray(KGF), conditionals.norm(A_GAMMA, DENSE.Kgg, basis)
-    )
-    m = jnp.asarray(VECTOR - t)
+    first = conditionals.orthogonal(first, FUNCTION, T, conditionals.norm(A_GAMMA, DENSE.Kgg, T))
+    m = jnp.asarray(VECTOR - T)
     second = conditionals.whitened(m, jnp.asarray(ROOT), *blocks)
-    second = conditionals.hybrid(
-        second, m, jnp.asarray(A_GAMMA), *basis, jnp.asarray(KGF), conditionals.norm(A_GAMMA, DENSE.Kgg, None)
-    )
+    second = conditionals.hybrid(second, m, FUNCTION, T, conditionals.norm(A_GAMMA, DENSE.Kgg, None))
     for ours, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         assert_allclose(ours, other, rtol=1e-9, atol=1e-10)
 
@@ -163,12 +157,15 @@ def norms(values, index, projected):
     """The exact squared norm and its estimate from the rows at `index`, as functions of everything they depend on."""
     kernel = sgp.kernels.SquaredExponential(values["lengthscale"], values["variance"])
     beta, gamma = sgp.InducingPoints(values["beta"]), sgp.InducingPoints(values["gamma"])
-    basis = None
+    a, span = values["a"], None
+    t = None
     if projected:
-        basis = (conditionals.project(beta, kernel, gamma.Z, JITTER).L, beta.Kuv(kernel, gamma))
+        L = conditionals.project(beta, kernel, gamma.Z, JITTER).L
+        t, fixed = conditionals.mean_projected(kernel, L, beta, gamma, jnp.stack([a, jax.lax.stop_gradient(a)]))
+        span = conditionals.Span(beta, L, fixed)
     if index is None:
-        return conditionals.norm(values["a"], gamma.Kuu(kernel), basis)
-    return conditionals.norm_from_rows(values["a"], index, gamma.take(index).Kuv(kernel, gamma), basis)
+        return conditionals.norm(a, gamma.Kuu(kernel), t)
+    return conditionals.norm_from_rows(a, index, kernel, gamma, span)
 
 
 VALUES = {"a": A_GAMMA, "beta": Z, "gamma": GAMMA, "lengthscale": LENGTHSCALE, "variance": np.asarray(VARIANCE)}
@@ -193,8 +190,7 @@ def test_only_the_coefficients_of_sampled_rows_have_a_gradient():
 
 @pytest.mark.parametrize("size", [1, 3, 4, 9])
 def test_the_norm_by_blocks_of_rows_is_the_norm(size):
-    basis = (jnp.asarray(DENSE.L), jnp.asarray(DENSE.Kug))
-    for given in (None, basis):
+    for given in (None, jnp.stack([jnp.asarray(T), 2.0 * jnp.asarray(T)])):
         a = jnp.stack([jnp.asarray(A_GAMMA), 2.0 * jnp.asarray(A_GAMMA)])
         ours = conditionals.norm_by_blocks(a, lambda index: jnp.asarray(DENSE.Kgg)[index], size, given)
         assert_allclose(ours, conditionals.norm(a, jnp.asarray(DENSE.Kgg), given), rtol=1e-10)
@@ -714,6 +710,19 @@ def test_no_warning_where_nothing_is_lost(model, options, arguments):
 
 
 # As a process.
+
+
+@pytest.mark.parametrize("kind", ["orthogonal", "hybrid", "full"])
+def test_a_large_mean_basis_is_worked_through_in_blocks(kind, monkeypatch):
+    _, guide, _, params = set_up(kind, True)
+    monkeypatch.setattr(conditionals.decoupled, "_MOST_ENTRIES", 2**20)
+    together = guide.posterior(jax.random.key(0), params, X)["f"]
+    monkeypatch.setattr(conditionals.decoupled, "_MOST_ENTRIES", 2 * N)  # two of the basis at a time
+    blocks = jax.make_jaxpr(lambda: guide.posterior(jax.random.key(0), params, X)["f"].mean)()
+    assert "scan" in str(blocks)
+    assert_allclose(guide.posterior(jax.random.key(0), params, X)["f"].mean, together.mean, rtol=1e-10)
+    q = sgp.process_posterior(guide, jax.random.key(0), params, X[:2])["f"].posterior(X)
+    assert_allclose(q.mean, together.mean, rtol=1e-8)
 
 
 @some_forms

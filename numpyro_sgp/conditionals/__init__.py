@@ -4,6 +4,7 @@ Notation: Kuu = L Lᵀ, A = L⁻¹Kuf, kff the prior variances; N data, M induci
 """
 
 from numpyro_sgp.conditionals.decoupled import (
+    Span,
     at_data,
     coefficient_units,
     full,
@@ -61,6 +62,7 @@ __all__ = [
     "Projection",
     "Residual",
     "Sampled",
+    "Span",
     "Tie",
     "Tied",
     "at_data",

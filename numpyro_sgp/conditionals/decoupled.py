@@ -7,6 +7,7 @@ estimated from some rows of its matrix.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 from jax import Array
@@ -29,6 +30,7 @@ from numpyro_sgp.linalg import (
 )
 
 __all__ = [
+    "Span",
     "at_data",
     "coefficient_units",
     "full",
@@ -54,42 +56,28 @@ def _dot(x: Array, y: Array) -> Array:
     return jnp.sum(x * y, axis=-1)
 
 
-def inside(a: Array, L: Array, Kug: Array) -> Array:
-    """The whitened part of k_xγ a that lies in the span of β, t = L⁻¹K_uγ a, (..., M).
-
-    Args:
-        a: coefficients, (..., M_γ).
-        L: Cholesky factor of Kuu, (..., M, M).
-        Kug: prior covariance of the two bases, (..., M, M_γ).
-    """
-    return solve_lower(L, matvec(Kug, a)[..., None])[..., 0]
-
-
 # Marginals and divergence.
 
 
-def orthogonal(q: Moments, a: Array, L: Array, Kug: Array, Kgf: Array, squared_norm: Array) -> Moments:
+def orthogonal(q: Moments, function: Array, t: Array, squared_norm: Array) -> Moments:
     """A posterior over β, its mean moved by the part of k_xγ a that is orthogonal to β.
 
     m_i = q.m_i + k_γiᵀa − A_iᵀt, the variance that of q, KL = q.kl + ½ aᵀC a, without a cross term.
 
     Args:
         q: moments over β, from `whitened` or `natural_whitened`.
-        a: coefficients, (..., M_γ).
-        L: Cholesky factor of Kuu, (..., M, M).
-        Kug: prior covariance of β and γ, (..., M, M_γ).
-        Kgf: prior covariance of γ and data, (..., M_γ, N).
+        function: k_γiᵀa, by `mean_at`, (..., N).
+        t: L⁻¹K_uγ a, by `mean_projected`, (..., M).
         squared_norm: aᵀC a, by `norm` or estimated by `norm_from_rows`, (...).
 
     References:
         Salimbeni, Cheng, Boots and Deisenroth (2018), "Orthogonally decoupled variational Gaussian processes".
     """
-    t = inside(a, L, Kug)
-    mean = q.mean + matvec_transposed(Kgf, a) - matvec_transposed(q.prior_root, t)
+    mean = q.mean + function - matvec_transposed(q.prior_root, t)
     return q._replace(mean=mean, kl=q.kl + 0.5 * squared_norm)
 
 
-def hybrid(q: Moments, m: Array, a: Array, L: Array, Kug: Array, Kgf: Array, squared_norm: Array) -> Moments:
+def hybrid(q: Moments, m: Array, function: Array, t: Array, squared_norm: Array) -> Moments:
     """A posterior over β, its mean moved by all of k_xγ a.
 
     m_i = q.m_i + k_γiᵀa, the variance that of q, KL = q.kl + mᵀt + ½ aᵀK_γγ a. The same q as `orthogonal` has with
@@ -98,18 +86,15 @@ def hybrid(q: Moments, m: Array, a: Array, L: Array, Kug: Array, Kgf: Array, squ
     Args:
         q: moments over β, from `whitened` or `natural_whitened`.
         m: whitened mean that q was made with, (..., M).
-        a: coefficients, (..., M_γ).
-        L: Cholesky factor of Kuu, (..., M, M).
-        Kug: prior covariance of β and γ, (..., M, M_γ).
-        Kgf: prior covariance of γ and data, (..., M_γ, N).
+        function: k_γiᵀa, by `mean_at`, (..., N).
+        t: L⁻¹K_uγ a, by `mean_projected`, (..., M).
         squared_norm: aᵀK_γγ a, by `norm` or estimated by `norm_from_rows`, without a projection, (...).
 
     References:
         Cheng and Boots (2017), "Variational inference for Gaussian process models with linear complexity",
         appendix A.3; corrects the missing factor ½ of its log-determinants.
     """
-    cross = _dot(m, inside(a, L, Kug))
-    return q._replace(mean=q.mean + matvec_transposed(Kgf, a), kl=q.kl + cross + 0.5 * squared_norm)
+    return q._replace(mean=q.mean + function, kl=q.kl + _dot(m, t) + 0.5 * squared_norm)
 
 
 def full(a: Array, B_sqrt: Array, Kuu: Array, Kuf: Array, kff: Array, Kgf: Array, squared_norm: Array) -> Moments:
@@ -202,8 +187,9 @@ def at_data(
     return q._replace(mean=mean, kl=kl)
 
 
-# Blocks of a kernel matrix are made one after the other where all of it would have more entries than this.
-_MOST_ENTRIES = 2**25
+# Blocks of a kernel matrix are made one after the other where all of it would have more entries than this. Such a block
+# stays in a processor's cache: with 100 000 coefficients half of the time of a step that makes 2**25 entries at once.
+_MOST_ENTRIES = 2**20
 
 
 def _sum_over_blocks(product: Callable[[AbstractInducing, Array], Array], basis: AbstractInducing, a: Array, rows: int):
@@ -323,26 +309,34 @@ def project_orthogonal(
 
 # The squared norm aᵀC a, or aᵀK_γγ a without a projection.
 
-# (L, Kug) of the basis to be orthogonal to, or None.
-Basis = tuple[Array, Array] | None
 
-
-def norm(a: Array, Kgg: Array, basis: Basis) -> Array:
+def norm(a: Array, Kgg: Array, t: Array | None) -> Array:
     """aᵀK_γγ a − |t|², (...).
 
     Args:
         a: coefficients, (..., M_γ).
         Kgg: prior covariance of γ, without jitter, (..., M_γ, M_γ).
-        basis: (L, Kug) of the basis to be orthogonal to, or None for aᵀK_γγ a.
+        t: L⁻¹K_uγ a, (..., M), or None for aᵀK_γγ a.
     """
     squared = _dot(a, matvec(Kgg, a))
-    if basis is None:
-        return squared
-    t = inside(a, *basis)
-    return squared - _dot(t, t)
+    return squared if t is None else squared - _dot(t, t)
 
 
-def norm_from_rows(a: Array, index: Array, rows: Array, basis: Basis) -> Array:
+class Span(NamedTuple):
+    """The basis β to be orthogonal to.
+
+    Attributes:
+        beta: the inducing variables u.
+        L: Cholesky factor of Kuu, (..., M, M).
+        t: L⁻¹K_uγ a with a not differentiated, (..., M).
+    """
+
+    beta: AbstractInducing
+    L: Array
+    t: Array
+
+
+def norm_from_rows(a: Array, index: Array, kernel: Callable, gamma: AbstractInducing, span: Span | None) -> Array:
     """An estimate of `norm` from |I| rows of the matrix drawn without replacement: O(|I| M_γ).
 
     (M_γ/|I|) a_Iᵀr with r = (C a)_I. Its value and its gradients with respect to a, to inducing inputs and to
@@ -352,33 +346,34 @@ def norm_from_rows(a: Array, index: Array, rows: Array, basis: Basis) -> Array:
     Args:
         a: coefficients, (..., M_γ).
         index: the sampled rows I, distinct, (B,).
-        rows: those rows of K_γγ, (..., B, M_γ).
-        basis: (L, Kug) of the basis to be orthogonal to, or None for aᵀK_γγ a.
+        kernel: a kernel.
+        gamma: the mean basis.
+        span: the basis to be orthogonal to, or None for aᵀK_γγ a.
 
     References:
         In place of the sampled columns of Cheng and Boots (2017), appendix B.2.
     """
-    w = jax.lax.stop_gradient(a)
-    r = matvec(rows, w)
-    if basis is not None:
-        L, Kug = basis
-        t = inside(w, L, Kug)
-        projected = solve_lower_transposed(L, t[..., None])[..., 0]
-        r = r - matvec_transposed(Kug[..., index], projected)
+    w, some = jax.lax.stop_gradient(a), gamma.take(index)
+    r = _sum_over_blocks(lambda block, w: matvec(some.Kuv(kernel, block), w), gamma, w, index.shape[0])
+    # As in Kuu: the kernel knows the variances, which are not those of two inputs that happen to be equal.
+    r = r + (some.Kuu_diagonal(kernel) - diagonal(some.Kuv(kernel, some))) * w[..., index]
+    if span is not None:
+        projected = solve_lower_transposed(span.L, span.t[..., None])[..., 0]
+        r = r - matvec_transposed(span.beta.Kuv(kernel, some), projected)
     scale = a.shape[-1] / index.shape[0]
     # The second term is zero, and brings the gradient with respect to a.
     moving = 2.0 * _dot(a[..., index] - w[..., index], jax.lax.stop_gradient(r))
     return scale * (_dot(w[..., index], r) + moving)
 
 
-def norm_by_blocks(a: Array, rows_at: Callable[[Array], Array], size: int, basis: Basis) -> Array:
+def norm_by_blocks(a: Array, rows_at: Callable[[Array], Array], size: int, t: Array | None) -> Array:
     """`norm`, by some rows of K_γγ after the other: O(size · M_γ) memory.
 
     Args:
         a: coefficients, (..., M_γ).
         rows_at: the rows of K_γγ at an index (B,), (..., B, M_γ).
         size: how many rows at a time.
-        basis: (L, Kug) of the basis to be orthogonal to, or None for aᵀK_γγ a.
+        t: L⁻¹K_uγ a, (..., M), or None for aᵀK_γγ a.
     """
     M = a.shape[-1]
 
@@ -389,7 +384,4 @@ def norm_by_blocks(a: Array, rows_at: Callable[[Array], Array], size: int, basis
         return _dot(jnp.where(inside_range, a[..., index], 0.0), matvec(rows_at(index), a))
 
     squared = jnp.sum(jax.lax.map(block, jnp.arange(0, M, size)), axis=0)
-    if basis is None:
-        return squared
-    t = inside(a, *basis)
-    return squared - _dot(t, t)
+    return squared if t is None else squared - _dot(t, t)
