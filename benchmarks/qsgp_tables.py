@@ -64,6 +64,7 @@ def run(method: str, data: tuple, before: dict, settings: dict) -> tuple[dict, d
     X, y, X_test, y_test = data
     steps, M = settings["steps"], settings["num_inducing"]
     if method == "svgp":
+        steps = settings["svgp_steps"]
         model = model_of(None)
         inducing = sgp.kmeans(None, X[: 20 * M], jax.random.key(0), num_inducing=M)
         guide = sgp.AutoSVGP(model, inducing, natural=True)
@@ -103,6 +104,7 @@ def main(arguments: argparse.Namespace) -> None:
     """Each method on each fold of each data set."""
     settings = {
         "steps": arguments.steps,
+        "svgp_steps": arguments.svgp_steps,
         "rank": arguments.rank,
         "basis_batch": arguments.basis_batch,
         "num_inducing": 512,
@@ -113,7 +115,7 @@ def main(arguments: argparse.Namespace) -> None:
     sets: list[tuple[str, Path | None]] = [(path.stem, path) for path in arguments.data]
     methods, folds = arguments.methods, arguments.folds
     if arguments.reduced:
-        settings.update(steps=5, rank=200, basis_batch=40, num_inducing=8, dense_columns=2, control=10)
+        settings.update(steps=5, svgp_steps=5, rank=200, basis_batch=40, num_inducing=8, dense_columns=2, control=10)
         sets, folds, methods = [("sines", None)], [0], ["svgp", "inducing"]
     rows = []
     for name, path in sets:
@@ -139,7 +141,7 @@ def main(arguments: argparse.Namespace) -> None:
                     f"paper {rows[-1]['paper'] or '-'}",
                     flush=True,
                 )
-    report("qsgp_tables", {"settings": settings, "rows": rows}, arguments.output)
+            report("qsgp_tables", {"settings": settings, "rows": rows}, arguments.output)
 
 
 if __name__ == "__main__":
@@ -148,6 +150,7 @@ if __name__ == "__main__":
     parser.add_argument("--folds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
     parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--svgp-steps", type=int, default=5000)
     parser.add_argument("--rank", type=int, default=100_000)
     parser.add_argument("--basis-batch", type=int, default=2000)
     parser.add_argument("--control", type=int, default=500, help="inputs of the control variate")

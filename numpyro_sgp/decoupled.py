@@ -22,6 +22,7 @@ from numpyro_sgp.conditionals import (
     coefficient_units,
     full,
     hybrid,
+    largest_residual_variance,
     mean_at,
     mean_projected,
     natural_mean,
@@ -48,7 +49,7 @@ from numpyro_sgp.families import (
     started_at,
 )
 from numpyro_sgp.inducing import AbstractInducing, Growing, GrowingInducing, InducingPoints, find_rows
-from numpyro_sgp.linalg import diagonal, largest_eigenvalue, matmul
+from numpyro_sgp.linalg import largest_eigenvalue, matmul
 from numpyro_sgp.regression import RegressionPosterior, started_mean_and_root, started_sites
 from numpyro_sgp.sites import Perturbed, TiedSites, sites_of
 
@@ -443,9 +444,10 @@ class AutoDecoupledGP(AbstractAutoSparseGP):
     ) -> dict[str, float]:
         """A step size for `DualAscent` at each GP site, from the largest eigenvalue of what the mean is left to fit.
 
-        With λ the largest eigenvalue of K − Q over all N rows ("full": of K), scaled up from the rows given, κ its
-        largest diagonal entry and w the curvature: min(1.3 N/B / (1 + λw), 0.1/(κw), 1). Momentum of 0.9 is stable up
-        to 1.36 N/B / (1 + λw) on average, and 0.1/(κw) bounds what one row moves its own mean by.
+        With λ the largest eigenvalue of K − Q over all N rows ("full": of K), scaled up from the rows given, κ the
+        largest diagonal entry over the whole mean basis and w the curvature: min(1.3 N/B / (1 + λw), 0.1/(κw), 1).
+        Momentum of 0.9 is stable up to 1.36 N/B / (1 + λw) on average; and it moves a row's own mean by ten steps
+        before the row is seen again, which diverges from 0.2/(κw) on, if only for one row that lies by itself.
 
         Args:
             rng_key: draws the hyperparameters, where the base guide is random.
@@ -472,20 +474,22 @@ class AutoDecoupledGP(AbstractAutoSparseGP):
             found = {}
             for site, q in self.posterior(rng_key, params, *args, **kwargs).items():
                 kernel, X = q.prior.kernel, q.prior.X
-                K = InducingPoints(X).Kuu(kernel)
+                gamma = params.get(f"{site}_{self.prefix}_mean_inducing")
+                if gamma is None:
+                    msg = f"The GP site {site!r} has no mean basis, so there is no step on its coefficients."
+                    raise ValueError(msg)
+                K, span = InducingPoints(X).Kuu(kernel), None
                 if projected:
-                    blocks = project(params[f"{site}_{self.prefix}_inducing"], kernel, X, q.prior.relative_jitter)
-                    K = K - matmul(jnp.swapaxes(blocks.A, -1, -2), blocks.A)
-                found[site] = (jnp.max(largest_eigenvalue(K)) / X.shape[-2], jnp.max(diagonal(K)))
+                    beta = params[f"{site}_{self.prefix}_inducing"]
+                    blocks = project(beta, kernel, X, q.prior.relative_jitter)
+                    K, span = K - matmul(jnp.swapaxes(blocks.A, -1, -2), blocks.A), (beta, blocks.L)
+                variance = largest_residual_variance(kernel, gamma, span)
+                found[site] = (jnp.max(largest_eigenvalue(K)) / X.shape[-2], jnp.max(variance))
             return found
 
         sizes = {}
         for site, (eigenvalue, variance) in spectra(params).items():
-            gamma = params.get(f"{site}_{self.prefix}_mean_inducing")
-            if gamma is None:
-                msg = f"The GP site {site!r} has no mean basis, so there is no step on its coefficients."
-                raise ValueError(msg)
-            N = gamma.num_inducing
+            N = params[f"{site}_{self.prefix}_mean_inducing"].num_inducing
             stable = 1.3 * N / (batch_size * (1.0 + N * float(eigenvalue) * curvature))
             sizes[site] = min(stable, 0.1 / (float(variance) * curvature), 1.0)
         return sizes

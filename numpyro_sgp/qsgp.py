@@ -71,7 +71,7 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
     log_concave: tuple[str, ...] = ()
 
     @property
-    def has_process(self) -> bool:  # ty: ignore
+    def has_process(self) -> bool:
         return self.covariance == "inducing"
 
     def __post_init__(self) -> None:

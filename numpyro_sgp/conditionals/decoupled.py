@@ -35,6 +35,7 @@ __all__ = [
     "coefficient_units",
     "full",
     "hybrid",
+    "largest_residual_variance",
     "mean_at",
     "mean_projected",
     "norm",
@@ -251,6 +252,29 @@ def residual_variance(L: Array, Kug: Array, kgg: Array) -> Array:
     """
     G = solve_lower(L, Kug)
     return jnp.maximum(kgg - jnp.sum(G * G, axis=-2), 0.0)
+
+
+def largest_residual_variance(
+    kernel: Callable, gamma: AbstractInducing, span: tuple[AbstractInducing, Array] | None
+) -> Array:
+    """The largest prior variance at γ that β leaves unexplained, max diag C, (...), in memory that M_γ does not change.
+
+    Args:
+        kernel: a kernel.
+        gamma: the mean basis.
+        span: β and the Cholesky factor of Kuu, or None where nothing is explained.
+    """
+    M = gamma.num_inducing
+    if span is None:
+        return jnp.max(gamma.Kuu_diagonal(kernel), axis=-1)
+    beta, L = span
+    size = min(max(_MOST_ENTRIES // beta.num_inducing, 1), M)
+
+    def block(start: Array) -> Array:
+        some = gamma.take(jnp.minimum(start + jnp.arange(size), M - 1))
+        return jnp.max(residual_variance(L, beta.Kuv(kernel, some), some.Kuu_diagonal(kernel)), axis=-1)
+
+    return jnp.max(jax.lax.map(block, jnp.arange(0, M, size)), axis=0)
 
 
 # An input of γ in the span of β has d = 0, and would get an infinite scale for a function that is zero.
