@@ -13,6 +13,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 from jax.typing import ArrayLike
+from numpyro import handlers
 
 from numpyro_sgp.conditionals import Moments, Projection, coefficient_units, project_orthogonal
 from numpyro_sgp.conditionals.moments import moments
@@ -225,7 +226,8 @@ def process_of(guide: Guide, params: Mapping[str, Any], site: str, q: SparsePost
         return _WithVariables(value, at_variables, basis.covariance(symbol, value, kernel))
 
     read.replace = replace
-    found: Moments = family.moments(read, at_variables, q.batch_shape)
+    with handlers.mask(mask=False):  # a prediction: nothing is estimated
+        found: Moments = family.moments(read, at_variables, q.batch_shape)
     seen = read.seen
     shared = {"kernel": kernel, "mean_function": q.prior.mean_function, "kl": q.kl, "jitter": jitter}
     if set(seen) == {"sites"} and isinstance(seen["sites"], DatumSites):
