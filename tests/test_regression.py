@@ -321,6 +321,7 @@ def test_nuts_with_inducing_inputs_at_the_data_is_nuts_on_the_exact_marginal_lik
 
 
 @pytest.mark.once
+@pytest.mark.usefixtures("x64")
 def test_mistakes_say_what_came_and_what_is_needed():
     with pytest.raises(ValueError, match=r"`bound` must be one of .*'vfe'"):
         site(bound="vfe")
@@ -338,6 +339,7 @@ def test_mistakes_say_what_came_and_what_is_needed():
 
 @pytest.mark.once
 @pytest.mark.parametrize("inducing", [Z + 0.1, Z[:-1]], ids=["values", "shape"])
+@pytest.mark.usefixtures("x64")
 def test_a_start_at_other_inducing_inputs_is_refused(inducing):
     model = Model()
     guide = sgp.AutoSVGP(model, inducing, init_from=site().condition(Y))
@@ -346,6 +348,7 @@ def test_a_start_at_other_inducing_inputs_is_refused(inducing):
 
 
 @pytest.mark.once
+@pytest.mark.usefixtures("x64")
 def test_a_start_at_other_rows_is_refused_or_not_a_number_under_jit():
     model = Model()
     guide = sgp.AutoTSVGP(model, None, init_from=site().condition(Y))
