@@ -469,6 +469,8 @@ class AutoDecoupledGP(AbstractAutoSparseGP):
             raise ValueError(msg)
         projected = self._options["parametrization"] != "full"
 
+        missing: list[str] = []
+
         @jax.jit
         def spectra(params: Mapping[str, Any]) -> dict[str, tuple[Array, Array]]:
             found = {}
@@ -476,8 +478,8 @@ class AutoDecoupledGP(AbstractAutoSparseGP):
                 kernel, X = q.prior.kernel, q.prior.X
                 gamma = params.get(f"{site}_{self.prefix}_mean_inducing")
                 if gamma is None:
-                    msg = f"The GP site {site!r} has no mean basis, so there is no step on its coefficients."
-                    raise ValueError(msg)
+                    missing.append(site)
+                    continue
                 K, span = InducingPoints(X).Kuu(kernel), None
                 if projected:
                     beta = params[f"{site}_{self.prefix}_inducing"]
@@ -487,8 +489,11 @@ class AutoDecoupledGP(AbstractAutoSparseGP):
                 found[site] = (jnp.max(largest_eigenvalue(K)) / X.shape[-2], jnp.max(variance))
             return found
 
-        sizes = {}
-        for site, (eigenvalue, variance) in spectra(params).items():
+        found, sizes = spectra(params), {}
+        if missing:
+            msg = f"The GP site {missing[0]!r} has no mean basis, so there is no step on its coefficients."
+            raise ValueError(msg)
+        for site, (eigenvalue, variance) in found.items():
             N = params[f"{site}_{self.prefix}_mean_inducing"].num_inducing
             stable = 1.3 * N / (batch_size * (1.0 + N * float(eigenvalue) * curvature))
             sizes[site] = min(stable, 0.1 / (float(variance) * curvature), 1.0)

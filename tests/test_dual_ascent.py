@@ -481,6 +481,16 @@ def test_the_step_size_is_that_of_the_largest_eigenvalue(kind):
     assert_allclose(of_many, 1.3 * N / (10_000 * (1.0 + largest)), rtol=1e-6)
 
 
+@kinds
+def test_the_step_size_knows_a_row_of_the_data_that_lies_by_itself(kind, monkeypatch):
+    monkeypatch.setattr(conditionals.decoupled, "_MOST_ENTRIES", 2 * len(Z))  # two rows at a time
+    far = np.concatenate([X, 100.0 + X[:1]])
+    guide = sgp.AutoDecoupledGP(regression, far, X if kind == "orthogonal" else Z, parametrization=kind)
+    params = initial_parameters(regression, guide, X, Model().y)
+    found = guide.dual_step_size(jax.random.key(0), params, X, batch_size=1, curvature=1.0)["f"]
+    assert_allclose(found, 0.1 / VARIANCE, rtol=1e-6)
+
+
 def test_a_step_size_needs_a_mean_basis_and_positive_numbers():
     guide = sgp.AutoDecoupledGP(regression, None, Z)
     params = initial_parameters(regression, guide, X, Model().y)
