@@ -53,7 +53,8 @@ def npz(path: Path, fold: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, 
         X, y = file["X"].astype(float), file["y"]
         test = file["test_mask"][:, fold]
     centre, scale = X[~test].mean(0), X[~test].std(0)
-    X = (X - centre) / np.where(scale > 0, scale, 1.0)
+    # A column that is constant in training has a deviation of nothing but rounding.
+    X = (X - centre) / np.where(scale > 1e-9 * np.abs(centre), scale, 1.0)
     if y.dtype.kind == "f":
         y = (y - y[~test].mean()) / y[~test].std()
     y = y.astype(float)

@@ -52,6 +52,10 @@ __all__ = [
 ]
 
 
+# Rows of which the inputs' centre is the median.
+_CENTRE_ROWS = 32
+
+
 def as_inputs(X: ArrayLike, name: str) -> Array:
     """Inputs as floats, (..., N, D), or an error by their name."""
     X = jnp.asarray(X)
@@ -96,10 +100,20 @@ def _divide(a: Any, b: Any) -> Array:
 
 def _centred(X: Array, Z: Array) -> tuple[Array, Array]:
     # Stationary kernels do not change when both inputs are shifted, so the shift needs no derivative; the products that
-    # follow would otherwise cancel |x|² against 2 xᵀz. Rows with NaN must not spread to the others.
+    # follow would otherwise cancel |x|² against 2 xᵀz. A median, since one row far away would take the digits of all
+    # others, and of a few rows, since any point near most of them will do.
     X, Z = _aligned(X, Z)
-    centre = jnp.nanmean(lax.stop_gradient(Z), axis=-2, keepdims=True)
+    rows = lax.stop_gradient(X if X.shape[-2] > Z.shape[-2] else Z)
+    centre = _median(rows[..., :: -(-rows.shape[-2] // _CENTRE_ROWS), :]) if rows.shape[-2] else 0.0
     return X - centre, Z - centre
+
+
+def _median(X: Array) -> Array:
+    """Of each column without NaN, the lower of two; 0 where there is nothing else."""
+    X = jnp.sort(X, axis=-2)  # NaN last
+    middle = (jnp.sum(X == X, axis=-2, keepdims=True) - 1) // 2
+    rows = lax.broadcasted_iota(middle.dtype, X.shape, X.ndim - 2)
+    return jnp.sum(jnp.where(rows == middle, X, 0.0), axis=-2, keepdims=True)
 
 
 def _transposed(X: Array) -> Array:

@@ -651,6 +651,20 @@ def test_float32_inputs_far_from_the_origin_keep_their_distances(kernel, oracle,
 
 @pytest.mark.once
 @pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("width", [2, 6])
+def test_a_row_far_away_leaves_the_digits_of_the_others(width):
+    # A column that is constant but for rounding, scaled by its standard deviation, gives rows like this one.
+    X, Z = inputs(N, width).astype(np.float32), inputs(M, width, seed=1).astype(np.float32)
+    X[0, 0] = 1e17
+    kernel = SquaredExponential(np.float32(1.3))
+    expected = pairs(se, X, Z, 1.3, 1.0)
+    assert_allclose(kernel(X, Z), expected, rtol=2e-6)
+    assert_allclose(kernel(Z, X), expected.T, rtol=2e-6)
+    assert_allclose(kernel(X, X), pairs(se, X, X, 1.3, 1.0), rtol=2e-6)
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("x64")
 def test_float32_periodic_kernel_far_from_the_origin_keeps_its_phase():
     X, Z = ((inputs(n, 2, seed=n) * 5 + 1e6).astype(np.float32) for n in (N, M))
     K = Periodic(np.float32(1.1), np.float32(7.0), np.float32(1.7))(X, Z)
