@@ -38,6 +38,17 @@ def report(name: str, result: dict, folder: Path | None) -> None:
         print(f"result written to {path}")
 
 
+def earlier(name: str, settings: dict, folder: Path | None) -> dict:
+    """The `runs` of a result that `report` has written, to be added to; an error where its settings are others."""
+    path = folder and folder / f"{name}.json"
+    if path is None or not path.exists():
+        return {}
+    before = json.loads(path.read_text("utf-8"))
+    if before["settings"] != settings:
+        raise SystemExit(f"{path} was made with other settings: {before['settings']}. Move it away.")
+    return before["runs"]
+
+
 def banana() -> tuple[np.ndarray, np.ndarray]:
     """The 400 training points of the banana classification set: X (400, 2), y in {0, 1}."""
     table = np.loadtxt(HERE.parent / "examples" / "data" / "banana.csv", delimiter=",", skiprows=3)

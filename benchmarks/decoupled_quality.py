@@ -16,11 +16,10 @@ deviations over the folds.
 """
 
 import argparse
-import json
 from pathlib import Path
 import time
 
-from common import npz, report
+from common import earlier, npz, report
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -186,16 +185,6 @@ def problem(path: Path | None, fold: int, dtype) -> tuple:
     return (X, y), (X_test, y_test)
 
 
-def earlier(path: Path | None, settings: dict) -> dict:
-    """Runs that a file has already, by data set and fold."""
-    if path is None or not path.exists():
-        return {}
-    before = json.loads(path.read_text("utf-8"))
-    if before["settings"] != settings:
-        raise SystemExit(f"{path} was made with other settings: {before['settings']}. Move it away.")
-    return before["runs"]
-
-
 def summary(every: dict) -> None:
     """Mean and standard deviation over folds of each quantity."""
     for data, folds in every.items():
@@ -218,18 +207,18 @@ def main(arguments: argparse.Namespace) -> None:
     settings = {key: value for key, value in p.items() if key != "dtype"}
     result = {"settings": settings, "dtype": "float32", "runs": {}}
     file_name = "decoupled_quality" if arguments.inducing is None else f"decoupled_quality_{arguments.inducing}"
-    kept = None if arguments.output is None else arguments.output / f"{file_name}.json"
     if arguments.summary:
-        summary(earlier(kept, settings))
+        summary(earlier(file_name, settings, arguments.output))
         return
     for path in arguments.data or [None]:
         name = "simulated" if path is None else path.stem
         for fold in arguments.folds:
             print(f"{name}, fold {fold}")
             data, test = problem(path, fold, p["dtype"])
-            found = runs(data, test, p, earlier(kept, settings).get(name, {}).get(str(fold), {}))
+            before = earlier(file_name, settings, arguments.output)
+            found = runs(data, test, p, before.get(name, {}).get(str(fold), {}))
             # Read again: another process may have written meanwhile.
-            result["runs"] = earlier(kept, settings)
+            result["runs"] = earlier(file_name, settings, arguments.output)
             result["runs"].setdefault(name, {})[str(fold)] = found
             report(file_name, result, arguments.output)
 

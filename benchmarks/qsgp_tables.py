@@ -6,6 +6,8 @@ on at a small rate. "inducing" is a mean in the weights with a covariance of the
 of SVGP; "mean-field" and "chevron" have a covariance of the weights, the latter with 100 dense columns. RMSE and mean
 negative log probability (MNLP) are of outputs scaled by the training standard deviation.
 
+Runs are added to those that the output folder has already. `--summary` prints means over the folds.
+
     python benchmarks/qsgp_tables.py --data kin40k.npz [--folds 0 1] [--steps 20000] [--output results]
 """
 
@@ -13,7 +15,7 @@ import argparse
 from pathlib import Path
 import time
 
-from common import npz, report
+from common import earlier, npz, report
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,7 +98,7 @@ def run(method: str, data: tuple, before: dict, settings: dict) -> tuple[dict, d
     wall, cpu = np.array([time.perf_counter(), time.process_time()]) - clock
     rmse, mnlp = scores(guide, result.params, X_test, y_test)
     refused = int(sgp.num_refused(result.state))
-    found = {"method": method, "rmse": rmse, "mnlp": mnlp, "wall": float(wall), "cpu": float(cpu), "refused": refused}
+    found = {"rmse": rmse, "mnlp": mnlp, "wall": float(wall), "cpu": float(cpu), "refused": refused}
     return {**found, "noise": float(result.params["noise"])}, result.params
 
 
@@ -117,31 +119,50 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.reduced:
         settings.update(steps=5, svgp_steps=5, rank=200, basis_batch=40, num_inducing=8, dense_columns=2, control=10)
         sets, folds, methods = [("sines", None)], [0], ["svgp", "inducing"]
-    rows = []
+    if arguments.summary:
+        summary(earlier("qsgp_tables", settings, arguments.output))
+        return
     for name, path in sets:
         for fold in folds:
-            if path is None:
-                rng = np.random.default_rng(0)
-                X = rng.normal(size=(240, 2))
-                y = np.sin(2 * X[:, 0]) + 0.1 * rng.normal(size=240)
-                data = X[:200], y[:200], X[200:], y[200:]
-            else:
-                data = npz(path, fold)
-            data = tuple(part.astype(np.float32) for part in data)
-            before: dict = {}
+            kept = earlier("qsgp_tables", settings, arguments.output).get(name, {}).get(str(fold), {})
+            if set(methods) <= set(kept):
+                continue
+            data = problem(path, fold)
+            svgp: dict = {}
             for method in METHODS:
-                if method not in methods and method != "svgp":
+                # SVGP is where the others start, so it is trained again for one that is missing.
+                if method != "svgp" and (method not in methods or method in kept):
                     continue
-                row, params = run(method, data, before, settings)
-                before = params if method == "svgp" else before
-                rows.append({"data": name, "fold": fold, **row, "paper": PAPER.get(name, {}).get(method)})
-                print(
-                    f"{name:12s} fold {fold} {method:10s} RMSE {row['rmse']:.4f} MNLP {row['mnlp']:+.4f} noise "
-                    f"{row['noise']:.3f}  {row['wall']:.0f} s wall {row['cpu']:.0f} s CPU, refused {row['refused']}; "
-                    f"paper {rows[-1]['paper'] or '-'}",
-                    flush=True,
-                )
-            report("qsgp_tables", {"settings": settings, "rows": rows}, arguments.output)
+                kept[method], params = run(method, data, svgp, settings)
+                svgp = svgp or params
+                cells = ("rmse", "mnlp", "noise", "wall", "cpu", "refused")
+                print(f"{name:12s} fold {fold} {method:10s}", *(f"{key} {kept[method][key]:.4g}" for key in cells))
+                # Read again: another process may have written meanwhile.
+                runs = earlier("qsgp_tables", settings, arguments.output)
+                runs.setdefault(name, {})[str(fold)] = kept
+                report("qsgp_tables", {"settings": settings, "runs": runs}, arguments.output)
+
+
+def problem(path: Path | None, fold: int) -> tuple[np.ndarray, ...]:
+    """Training and test data in single precision."""
+    if path is not None:
+        return tuple(part.astype(np.float32) for part in npz(path, fold))
+    rng = np.random.default_rng(fold)
+    X = rng.normal(size=(240, 2))
+    y = np.sin(2 * X[:, 0]) + 0.1 * rng.normal(size=240)
+    return tuple(part.astype(np.float32) for part in (X[:200], y[:200], X[200:], y[200:]))
+
+
+def summary(every: dict) -> None:
+    """Mean and standard deviation over folds of each method, beside the paper's."""
+    for name, folds in every.items():
+        print(f"{name}, {len(folds)} folds")
+        for method in METHODS:
+            found = [fold[method] for fold in folds.values() if method in fold]
+            if found:
+                cells = ((key, [row[key] for row in found]) for key in ("rmse", "mnlp", "cpu"))
+                line = (f"{key} {np.mean(values):.4g} ± {np.std(values):.2g}" for key, values in cells)
+                print(f"  {method:<12}", *line, "paper", PAPER.get(name, {}).get(method, "-"))
 
 
 if __name__ == "__main__":
@@ -155,9 +176,10 @@ if __name__ == "__main__":
     parser.add_argument("--basis-batch", type=int, default=2000)
     parser.add_argument("--control", type=int, default=500, help="inputs of the control variate")
     parser.add_argument("--step-size", type=float, default=0.1)
+    parser.add_argument("--summary", action="store_true", help="print means over the folds of an earlier result")
     parser.add_argument("--reduced", action="store_true")
     parser.add_argument("--output", type=Path, help="folder for the result as JSON")
     options = parser.parse_args()
-    if not options.reduced and not options.data:
+    if not (options.reduced or options.summary or options.data):
         parser.error("`--data` is needed; without it there is only `--reduced`.")
     main(options)

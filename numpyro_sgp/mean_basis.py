@@ -41,10 +41,9 @@ class InducingMean(AbstractMeanBasis):
         return mean_at(kernel, X, self.gamma, weights)
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TableMean(AbstractMeanBasis):
-    """φ(x)ᵀμ with the means of a table; the weights are the numbers of the kernel of finite rank.
+class _OfTable(AbstractMeanBasis):
+    """Weights in a table, of the features of a kernel of finite rank.
 
     Attributes:
         finite: that kernel, whose own numbers are not read.
@@ -58,39 +57,33 @@ class TableMean(AbstractMeanBasis):
     width: int = dataclasses.field(metadata={"static": True})
     whiten: bool = dataclasses.field(metadata={"static": True})
 
-    def mean_at(self, kernel: Callable, X: Array, weights: list[Array]) -> Array:
-        del kernel
-        _check_width(self.width, X)
-        finite = with_numbers(self.finite, weights, self.table.size)
-        return streamed(finite, X, self.table, self.whiten)[0][:, 0]
+    def kernel_at(self, X: Array, numbers: list[Array]) -> Any:
+        """The kernel of finite rank with these numbers, for inputs of the right width."""
+        if X.shape[-1] != self.width:
+            msg = (
+                f"`X_new` has shape {X.shape}, but this GP has inputs of {self.width} columns. Give the inputs of the "
+                "GP site."
+            )
+            raise ValueError(msg)
+        return with_numbers(self.finite, numbers, self.table.size)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TableDraw(AbstractMeanBasis):
-    """φ(x)ᵀw with w drawn from the chevron covariance of a table: the weights are the kernel's numbers and a key.
+class TableMean(_OfTable):
+    """φ(x)ᵀμ with the means of a table; the weights are the numbers of the kernel of finite rank."""
 
-    Attributes:
-        finite: the kernel of finite rank, whose own numbers are not read.
-        table: the table.
-        width: of the inputs.
-        whiten: whether features are those of weights of prior precision one.
-    """
+    def mean_at(self, kernel: Callable, X: Array, weights: list[Array]) -> Array:
+        del kernel
+        return streamed(self.kernel_at(X, weights), X, self.table, self.whiten)[0][:, 0]
 
-    finite: Any
-    table: Table
-    width: int = dataclasses.field(metadata={"static": True})
-    whiten: bool = dataclasses.field(metadata={"static": True})
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TableDraw(_OfTable):
+    """φ(x)ᵀw with w drawn from the chevron covariance of a table: the weights are the kernel's numbers and a key."""
 
     def mean_at(self, kernel: Callable, X: Array, weights: tuple[list[Array], Array]) -> Array:
         del kernel
-        _check_width(self.width, X)
         numbers, rng_key = weights
-        finite = with_numbers(self.finite, numbers, self.table.size)
-        return streamed_draw(finite, X, self.table, rng_key, self.whiten)
-
-
-def _check_width(width: int, X: Array) -> None:
-    if X.shape[-1] != width:
-        msg = f"`X_new` has shape {X.shape}, but this GP has inputs of {width} columns. Give the inputs of the GP site."
-        raise ValueError(msg)
+        return streamed_draw(self.kernel_at(X, numbers), X, self.table, rng_key, self.whiten)

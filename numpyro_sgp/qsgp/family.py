@@ -1,8 +1,8 @@
-"""Quadruply stochastic GPs: posteriors over the weights of ten million basis functions, a few of them in a step."""
+"""The posterior over weights in a model: its parameters, and its moments from some weights or from all."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 import warnings
 
 import jax
@@ -10,16 +10,13 @@ from jax import Array, lax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
-from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_sgp.all_weights import Chevron, dense_divergence, streamed, sums_of_squares
-from numpyro_sgp.autoguide import AbstractAutoSparseGP
+from numpyro_sgp.all_weights import Chevron, dense_divergence, streamed
 from numpyro_sgp.checks import positive
 from numpyro_sgp.conditionals import (
     Inclusion,
     Moments,
     Sampled,
-    augmented_variance,
     bounding_scale,
     chevron_divergence,
     chevron_variance,
@@ -28,27 +25,27 @@ from numpyro_sgp.conditionals import (
     linear_and_square,
     mean_divergence,
     nystrom_residual,
-    optimal_diagonal,
     project,
     whitened,
 )
 from numpyro_sgp.distributions import GaussianProcess
-from numpyro_sgp.families import AbstractPosteriorFamily, Inducing, check_names, for_site, inducing_param
+from numpyro_sgp.families import AbstractPosteriorFamily, Inducing, inducing_param
 from numpyro_sgp.features import as_finite_rank
 from numpyro_sgp.finite_rank import has_correlated_weights
 from numpyro_sgp.inducing import AbstractInducing, subset
 from numpyro_sgp.linalg import matvec
-from numpyro_sgp.predict import priors
 from numpyro_sgp.tables import Control, Rows, Table, Weights, features_at, limit_of, numbers_of
 
-__all__ = ["AutoQSGP", "QuadruplyStochastic", "RelevantVectors"]
+__all__ = ["ControlForm", "Covariance", "QuadruplyStochastic"]
 
 Covariance = Literal["inducing", "chevron"]
+
 ControlForm = Literal["nystrom", "paper"]
 
 # Of the inducing inputs that are chosen where none are given: a Cholesky factorisation of this size costs a fraction of
 # the features of a step with 1000 basis functions and 500 rows.
 _DEFAULT_INDUCING = 200
+
 # Features of all rows in the memory that a plain optimizer makes the loss work through in each step.
 _LARGE = 2**30
 
@@ -300,239 +297,3 @@ def _warn_of_size(table: Table, X: Array) -> None:
             UserWarning,
             stacklevel=2,
         )
-
-
-class RelevantVectors(NamedTuple):
-    """The basis functions that a relevance vector machine has kept.
-
-    Attributes:
-        index: which of the m basis functions, (R,).
-        precision: their prior precisions, (R,).
-        mean: posterior means of their weights, (R,).
-    """
-
-    index: np.ndarray
-    precision: np.ndarray
-    mean: np.ndarray
-
-
-class AutoQSGP(AbstractAutoSparseGP):
-    """Posterior over the weights of up to ten million basis functions, of which each step samples a few.
-
-    For GP sites with a kernel of `numpyro_sgp.features`, of any rank m: f(x) = φ(x)ᵀw. Train with `RowSparse` and
-    `QuadratureELBO`; then a step costs O(B M + B k) for B rows of data and M basis functions, whatever m and N are.
-    With a Gaussian likelihood loss and gradients are unbiased, those with respect to hyperparameters too. With another
-    log-concave one (logits or a location affine in f, a rate that is the exponential of it), the loss is a bound that
-    is tight at M = m. Other likelihoods are refused. Predictions work through all m in blocks of M.
-
-    The mean alone is in the weights where the covariance is that of inducing variables, the default: that of the kernel
-    which the features approximate. A covariance of the weights ("chevron") is diagonal but for k dense columns, and
-    mean-field variances of random features come close to the prior's as m grows, whatever the data say.
-
-    Args:
-        model: a NumPyro model whose GP sites have kernels of `numpyro_sgp.features`, one latent each.
-        basis_batch: M, how many basis functions a step samples.
-        dense_columns: k, of a chevron covariance; 0 is mean-field.
-        covariance: "inducing" or "chevron".
-        inducing: inducing inputs of the covariance (M_u, D), an inducing object, `(kernel, X, rng_key)` to one, or a
-            dict by site; by default up to 200 rows of the X that the guide is initialised with.
-        base: guide for the other latents: an autoguide class, or a guide.
-        control: inputs of a control variate for the mean, (P, D), or how many rows of the first X to take for them;
-            only with a Gaussian likelihood. The features there are kept as they are until `RowSparse` computes them
-            anew (`refresh`), and help as long as those of the kernel have not moved far from them.
-        control_form: "nystrom", whose residual is estimated, or "paper", equation 3 of the source.
-        relevance: a prior precision for each weight, trained (a relevance vector machine); with a chevron covariance.
-        jackknife: remove the bias of order 1/M of a likelihood that is not Gaussian; then the loss is no bound.
-        log_concave: names of observed sites with a log-concave likelihood that is not recognised as such.
-        prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
-
-    Raises:
-        ValueError: an option outside its range; more basis functions in a batch than there are, a chevron covariance
-            with correlated weights, a batch of latents (when the guide is first run); a likelihood that is not
-            log-concave (when the loss is).
-        TypeError: a kernel without features (when the guide is first run).
-
-    References:
-        Evans and Nair (2020), "Quadruply stochastic Gaussian processes"; corrects theorem 3, which is no bound as
-        printed, and pairs the mean with a covariance of inducing variables as Cheng and Boots (2017).
-    """
-
-    def __init__(
-        self,
-        model: Callable,
-        *,
-        basis_batch: int = 1000,
-        dense_columns: int = 0,
-        covariance: Covariance = "inducing",
-        inducing: Inducing | Mapping[str, Inducing] | None = None,
-        base: Any = AutoNormal,
-        control: int | ArrayLike | None = None,
-        control_form: ControlForm = "nystrom",
-        relevance: bool = False,
-        jackknife: bool = False,
-        log_concave: Sequence[str] = (),
-        prefix: str = "auto",
-    ) -> None:
-        self.inducing = inducing
-        first = next(iter(inducing.values()), None) if isinstance(inducing, Mapping) else inducing
-        self._family = QuadruplyStochastic(
-            basis_batch,
-            dense_columns,
-            covariance,
-            first,
-            control,
-            control_form,
-            relevance,
-            jackknife,
-            tuple(log_concave),
-        )
-        super().__init__(model, base=base, prefix=prefix)
-
-    def family(self, site: str) -> AbstractPosteriorFamily:
-        return dataclasses.replace(self._family, inducing=for_site(self.inducing, site, "inducing"))
-
-    def check_sites(self, sites: set[str]) -> None:
-        check_names(self.inducing, sites, "inducing")
-
-    def relevant_vectors(
-        self, params: Mapping[str, Any], site: str = "f", *, threshold: float = 1e4
-    ) -> RelevantVectors:
-        """The basis functions with a finite prior precision, s_k < threshold.
-
-        Args:
-            params: fitted parameters, of a guide with `relevance=True`.
-            site: the GP site.
-            threshold: in units of 1/w².
-
-        Raises:
-            ValueError: the site has no precisions for each weight.
-
-        References:
-            Evans and Nair (2020), appendix I.3.
-        """
-        table = self._relevance_table(params, site)
-        values = np.asarray(table.values)
-        precision = np.exp(values[:, -1])
-        index = np.flatnonzero(precision < threshold)
-        return RelevantVectors(index, precision[index], values[index, 0])
-
-    def pruned(self, params: Mapping[str, Any], site: str = "f", *, threshold: float = 1e4) -> dict[str, Any]:
-        """Parameters with the weights of all but the relevant vectors at zero, and their variances with them.
-
-        Args:
-            params: fitted parameters, of a guide with `relevance=True`.
-            site: the GP site.
-            threshold: of the prior precisions, in units of 1/w².
-
-        Raises:
-            ValueError: the site has no precisions for each weight.
-        """
-        table = self._relevance_table(params, site)
-        kept = table.values[:, -1] < np.log(threshold)
-        k = table.dense_columns or 0
-        zeros = jnp.where(kept[:, None], table.values[:, : 1 + k], 0.0)
-        # A standard deviation of 1e-19, whose square is the smallest that single precision holds.
-        log_diagonal = jnp.where(kept, table.values[:, 1 + k], -43.0)
-        values = jnp.concatenate([zeros, log_diagonal[:, None], table.values[:, 2 + k :]], axis=1)
-        return self._with_values(params, site, table, values)
-
-    def with_optimal_diagonal(
-        self,
-        rng_key: Array,
-        params: Mapping[str, Any],
-        *args: Any,
-        noise_scale: ArrayLike,
-        site: str = "f",
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """Parameters with the best diagonal of a chevron covariance under Gaussian noise, in closed form.
-
-        d_k² = σ² / (φ_kᵀφ_k + σ² s_k), for the weights below the dense columns. O(N m), once.
-
-        Args:
-            rng_key: draws the hyperparameters, where the base guide is random.
-            params: parameters of a guide with a chevron covariance.
-            args: arguments of the model, with all rows of the data.
-            noise_scale: σ, in units of y.
-            site: the GP site.
-            kwargs: keyword arguments of the model.
-
-        Raises:
-            ValueError: the site has no chevron covariance.
-
-        References:
-            Evans and Nair (2020), proposition 1.
-        """
-        table = self._weights_table(params, site)
-        kernel, X = priors(self, rng_key, params, *args, **kwargs)[site]
-        squares = sums_of_squares(kernel, X, table, not self._family.relevance)
-        k, values = table.dense_columns or 0, table.values
-        precision = jnp.exp(values[:, 2 + k]) if self._family.relevance else jnp.ones(table.size, values.dtype)
-        log_diagonal = jnp.log(optimal_diagonal(squares, precision, jnp.asarray(noise_scale, values.dtype) ** 2))
-        log_diagonal = jnp.where(jnp.arange(table.size) < k, values[:, 1 + k], log_diagonal)
-        return self._with_values(params, site, table, values.at[:, 1 + k].set(log_diagonal))
-
-    def augmented_variance(
-        self,
-        rng_key: Array,
-        params: Mapping[str, Any],
-        X_new: ArrayLike,
-        *args: Any,
-        noise_scale: ArrayLike,
-        site: str = "f",
-        **kwargs: Any,
-    ) -> Array:
-        """Var f at other inputs with a basis function at each of them added, (N_new,).
-
-        v + σ²k(x, x)² / (Σ_n k(x, x_n)² + σ²k(x, x)): far from the data the variance is the prior's, where that of a
-        few relevant vectors vanishes. A heuristic; where the covariance is good it counts twice what the basis spans.
-
-        Args:
-            rng_key: draws the hyperparameters, where the base guide is random.
-            params: parameters of a guide with a chevron covariance.
-            X_new: inputs of the GP site, (N_new, D).
-            args: arguments of the model, with all rows of the data.
-            noise_scale: σ, in units of y.
-            site: the GP site.
-            kwargs: keyword arguments of the model.
-
-        Raises:
-            ValueError: the site has no chevron covariance; inputs of another width.
-
-        References:
-            Evans and Nair (2020), proposition 4 and appendix G; corrects V[y], which lacks σ².
-        """
-        table = self._weights_table(params, site)
-        kernel, X = priors(self, rng_key, params, *args, **kwargs)[site]
-        X_new = jnp.asarray(X_new, X.dtype)
-        if X_new.ndim != 2 or X_new.shape[-1] != X.shape[-1]:
-            msg = f"`X_new` has shape {X_new.shape}, but this GP has inputs of {X.shape[-1]} columns. Pass (N_new, D)."
-            raise ValueError(msg)
-        f, variance, _ = streamed(kernel, X_new, table, not self._family.relevance)
-        variance = jnp.sum(f[:, 1:] ** 2, axis=-1) + variance
-        limit = limit_of(kernel)
-        squares = lax.map(lambda x: jnp.sum(limit(x[None], X) ** 2), X_new)
-        return augmented_variance(variance, limit(X_new), squares, jnp.asarray(noise_scale, X.dtype) ** 2)
-
-    def _weights_table(self, params: Mapping[str, Any], site: str) -> Table:
-        table = params.get(f"{site}_{self.prefix}_basis")
-        if not isinstance(table, Table) or table.dense_columns is None:
-            msg = (
-                f"The GP site {site!r} has no covariance of the weights. Pass fitted parameters of a guide with "
-                '`AutoQSGP(model, covariance="chevron")`, and the name of its site.'
-            )
-            raise ValueError(msg)
-        return table
-
-    def _with_values(self, params: Mapping[str, Any], site: str, table: Table, values: Array) -> dict[str, Any]:
-        return {**params, f"{site}_{self.prefix}_basis": dataclasses.replace(table, values=values)}
-
-    def _relevance_table(self, params: Mapping[str, Any], site: str) -> Table:
-        table = params.get(f"{site}_{self.prefix}_basis")
-        if not isinstance(table, Table) or not self._family.relevance:
-            msg = (
-                f"The GP site {site!r} has no prior precision for each weight. Pass fitted parameters of a guide with "
-                '`AutoQSGP(model, relevance=True, covariance="chevron")`, and the name of its site.'
-            )
-            raise ValueError(msg)
-        return table

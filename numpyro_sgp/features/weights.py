@@ -1,0 +1,48 @@
+"""The weights of a kernel of finite rank as inducing variables."""
+
+from collections.abc import Callable
+import dataclasses
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+
+from numpyro_sgp.features.expanded import as_finite_rank
+from numpyro_sgp.finite_rank import precision_matrix
+from numpyro_sgp.inducing import AbstractInducing
+
+__all__ = ["WeightVariables"]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class WeightVariables(AbstractInducing):
+    """u = S w: the weights of a kernel of finite rank as inducing variables, with Kuu = S and Kuf = φ(X)ᵀ.
+
+    Args:
+        num: r, the rank.
+        columns: D, of the inputs.
+    """
+
+    num: int
+    columns: int
+
+    @property
+    def num_inducing(self) -> int:
+        return self.num
+
+    @property
+    def width(self) -> int:
+        return self.columns
+
+    def Kuu(self, kernel: Callable) -> Array:
+        return precision_matrix(as_finite_rank(kernel), self.num)
+
+    def Kuf(self, kernel: Callable, X: Array) -> Array:
+        return jnp.swapaxes(as_finite_rank(kernel).features(X), -1, -2)
+
+    def Kuv(self, kernel: Callable, other: AbstractInducing) -> Array:
+        if not isinstance(other, WeightVariables):
+            msg = f"The covariance of weights with {type(other).__name__} is not known."
+            raise TypeError(msg)
+        return self.Kuu(kernel)
