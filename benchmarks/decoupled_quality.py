@@ -8,7 +8,7 @@ many inputs in the mean, all of them trained from the start for twice that time.
 SVGP and refines its mean over all training inputs; `..., in turn` then takes natural steps on the covariance block
 with that mean, and refines again.
 
-    python benchmarks/decoupled_quality.py --data kin40k.npz bike.npz [--folds 0 1] [--inducing 512] [--output results]
+    python benchmarks/decoupled_quality.py --data kin40k.npz bike.npz [--folds 0 1] [--inducing 512] [--steps 800] [--output results]
 
 Runs are added to those that the output folder has already, and what is trained from the start there is not trained
 again. `time` is in units of the SVGP's own seconds, in the same process. `--summary` prints means and standard
@@ -204,6 +204,8 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.inducing is not None:
         M = arguments.inducing
         p = {**p, "M": M, "solve": 5 * M // 8, "mean": 4 * M}
+    if arguments.steps is not None:
+        p = {**p, "steps": arguments.steps}
     settings = {key: value for key, value in p.items() if key != "dtype"}
     result = {"settings": settings, "dtype": "float32", "runs": {}}
     file_name = "decoupled_quality" if arguments.inducing is None else f"decoupled_quality_{arguments.inducing}"
@@ -229,6 +231,7 @@ if __name__ == "__main__":
     parser.add_argument("--data", type=Path, nargs="*", help="npz files with X, y and test_mask")
     parser.add_argument("--folds", type=int, nargs="*", default=[0])
     parser.add_argument("--inducing", type=int, help="M, with 5M/8 twice for SOLVE and 4M for the mean; 512")
+    parser.add_argument("--steps", type=int, help="of the SVGP; 800")
     parser.add_argument("--summary", action="store_true", help="print means over the folds of an earlier result")
     parser.add_argument("--output", type=Path, help="folder for the result as JSON")
     main(parser.parse_args())
