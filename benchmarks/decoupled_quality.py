@@ -8,7 +8,8 @@ many inputs in the mean, all of them trained from the start for twice that time.
 SVGP and refines its mean over all training inputs; `..., in turn` does that for half of the time, then takes natural
 steps on the covariance block and trains the noise with that mean, and refines again.
 
-    python benchmarks/decoupled_quality.py --data kin40k.npz bike.npz [--folds 0 1] [--inducing 512] [--steps 800] [--output results]
+    python benchmarks/decoupled_quality.py --data kin40k.npz bike.npz [--folds 0 1] [--inducing 512] [--steps 800]
+        [--output results]
 
 Runs are added to those that the output folder has already, and what is trained from the start there is not trained
 again. `time` is in units of the SVGP's own seconds, in the same process. `--summary` prints means and standard

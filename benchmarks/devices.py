@@ -6,9 +6,9 @@ Kuu and all that is M×M) is done by each device alike. The latter is measured a
 for each device, and taken off: what is left is the `batch part`. Its efficiency is the time on one device over that on
 n devices, 1 if devices do not hinder each other. The sums of M×M numbers over devices belong to the `fixed part`.
 
-Devices are virtual ones of the CPU, with one thread each. Where there are more of them than cores the efficiency cannot
-be more than cores / devices, which is printed beside it, and says nothing about the package. Each number of devices is
-a process of its own, because JAX fixes the number when it starts.
+Devices are virtual ones of the CPU, on as many cores. Where there are more of them than cores the efficiency cannot be
+more than cores / devices, which is printed beside it, and says nothing about the package. Each number of devices is a
+process of its own, because JAX fixes the number when it starts.
 """
 
 import argparse
@@ -19,6 +19,10 @@ from pathlib import Path
 import subprocess
 import sys
 import time
+
+if "--measure" in sys.argv and hasattr(os, "sched_setaffinity"):
+    # A core for each device, before XLA looks how many there are: its pool of threads has one for each that it sees.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[sys.argv.index("--measure") + 1])])
 
 import jax
 import jax.numpy as jnp
@@ -87,15 +91,14 @@ def measure(guides: list[str], rows: int, M: int, steps: int, repeats: int) -> N
 
 
 def on_devices(devices: int, options: list[str]) -> dict:
-    threads = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{threads} --xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
-    command = [sys.executable, __file__, "--measure", *options]
+    command = [sys.executable, __file__, "--measure", str(devices), *options]
     result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(result.stdout)
 
@@ -110,12 +113,14 @@ def main() -> None:
     parser.add_argument("--guides", nargs="+", choices=GUIDES, default=list(GUIDES))
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--measure", action="store_true", help="measure on the devices of this process")
+    parser.add_argument("--measure", type=int, help="measure here, where there are so many devices")
     options = parser.parse_args()
     if options.reduced:
         options.devices, options.rows, options.inducing, options.steps, options.repeats = [1, 2], 16, 5, 2, 1
         options.guides = options.guides[:1]
-    if options.measure:
+    if options.measure is not None:
+        if jax.device_count() != options.measure:
+            raise SystemExit(f"There are {jax.device_count()} devices, not {options.measure}.")
         measure(options.guides, options.rows, options.inducing, options.steps, options.repeats)
         return
     from common import report  # it looks at the device, which the measuring processes do themselves

@@ -139,7 +139,7 @@ def child(library: str, path: Path, repeats: int) -> None:
 def measure(library: str, python: str, path: Path, repeats: int) -> dict:
     """Run `child` under an interpreter, with one thread."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
     environment = {**os.environ, **threads, "XLA_FLAGS": flags, "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [python, __file__, "--child", library, "--problem", str(path), "--repeats", str(repeats)]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

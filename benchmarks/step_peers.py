@@ -419,7 +419,7 @@ class Process:
 
     def __init__(self, name: str, python: str, path: Path) -> None:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
         environment = {**os.environ, **threads, "XLA_FLAGS": flags, "TF_CPP_MIN_LOG_LEVEL": "3"}
         command = [python, str(Path(__file__).resolve()), "--child", name, "--problem", str(path)]
         self.name, self.errors = name, tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `close`)

@@ -2,9 +2,10 @@
 
 A minibatch of a Bernoulli classification with 8 input columns in float64. Beside each time stands that of the matrix
 operations that a natural step alone cannot avoid: two kernel matrices, two Cholesky factorisations of size M, two
-products of a triangular inverse with the batch and one update of rank B. Tied sites are besides sums in a basis of their
-own, and a second reference adds the change of basis and back. Each row is a process of its own with one thread, where steps and
-references take turns, so that load of the machine hits all alike; times are CPU milliseconds, the smallest of several.
+products of a triangular inverse with the batch and one update of rank B. Tied sites are besides sums in a basis of
+their own, and a second reference adds the change of basis and back. Each row is a process of its own with one thread,
+where steps and references take turns, so that load of the machine hits all alike; times are CPU milliseconds, the
+smallest of several.
 
     python benchmarks/step_time.py [--output results] [--reduced]
 """
@@ -147,7 +148,7 @@ KINDS = ("whitened", "tied projections", "tied projections, Z fixed", "tied cova
 def measure(kind: str, M: int, B: int, repeats: int) -> dict:
     """Run `child` in a process with one thread."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
     environment = {**os.environ, **threads, "XLA_FLAGS": flags}
     numbers = [str(x) for x in (M, B, repeats)]
     command = [sys.executable, __file__, "--child", kind, "--numbers", *numbers]

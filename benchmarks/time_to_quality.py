@@ -314,7 +314,7 @@ def judged(note: dict, p: dict, test: tuple[np.ndarray, np.ndarray]) -> dict[str
 def measure(name: str, python: str, p: dict, test: tuple, reduced: bool) -> dict:
     """Run `child` in a process with one thread, then judge what it wrote down."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
     environment = {**os.environ, **threads, "XLA_FLAGS": flags, "TF_CPP_MIN_LOG_LEVEL": "3"}
     if not reduced:
         environment = {key: value for key, value in environment.items() if not key.startswith("JAX_COMPILATION_CACHE")}
