@@ -63,9 +63,14 @@ class GrowingInducing(AbstractInducing):
     def _there(self) -> Array:
         return lax.stop_gradient(self.active) > 0
 
+    @property
+    def _inputs(self) -> Array:
+        # For kernels: they look for a centre among their inputs, which empty room is not to decide.
+        return jnp.where(self._there[:, None], self.Z, self.Z[:1])
+
     def Kuu(self, kernel: Callable) -> Array:
-        there = self._there
-        K = jnp.where(there[:, None] & there, kernel(self.Z, self.Z), 0.0)
+        there, Z = self._there, self._inputs
+        K = jnp.where(there[:, None] & there, kernel(Z, Z), 0.0)
         index = jnp.arange(self.num_inducing)
         return K.at[..., index, index].set(self.Kuu_diagonal(kernel))
 
@@ -77,10 +82,10 @@ class GrowingInducing(AbstractInducing):
         return jnp.where(there, variances, jnp.where(number > 0, mean, 1.0))
 
     def Kuf(self, kernel: Callable, X: Array) -> Array:
-        return jnp.where(self._there[:, None], kernel(self.Z, X), 0.0)
+        return jnp.where(self._there[:, None], kernel(self._inputs, X), 0.0)
 
     def Kuv(self, kernel: Callable, other: AbstractInducing) -> Array:
-        return jnp.where(self._there[:, None], jnp.swapaxes(other.Kuf(kernel, self.Z), -1, -2), 0.0)
+        return jnp.where(self._there[:, None], jnp.swapaxes(other.Kuf(kernel, self._inputs), -1, -2), 0.0)
 
     def take(self, index: Array) -> "GrowingInducing":
         anchor, offset = jnp.take(self.anchor, index, axis=-2), jnp.take(self.offset, index, axis=-2)

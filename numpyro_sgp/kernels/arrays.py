@@ -82,9 +82,10 @@ def zero_distance(X: Array, *columns: ArrayLike) -> Array:
 def centred(X: Array, Z: Array) -> tuple[Array, Array]:
     """Both inputs, less a point among them: the products that follow would else cancel |x|² against 2 xᵀz."""
     # Stationary kernels do not change when both inputs are shifted, so the shift needs no derivative. A median, since
-    # one row far away would take the digits of all others; of a few rows, since any point near most of them will do.
+    # one row far away would take the digits of all others; of a few rows, since any point near most of them will do; of
+    # the first argument, which are the inducing inputs and not a batch, whose rows may lie on several devices.
     X, Z = aligned(X, Z)
-    rows = lax.stop_gradient(X if X.shape[-2] > Z.shape[-2] else Z)
+    rows = lax.stop_gradient(X)
     centre = _median(rows[..., :: -(-rows.shape[-2] // _CENTRE_ROWS), :]) if rows.shape[-2] else 0.0
     return X - centre, Z - centre
 

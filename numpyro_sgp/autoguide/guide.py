@@ -1,32 +1,24 @@
-"""The guide that runs the model with its GP sites replaced by sparse posteriors.
-
-The base guide gives values to every other latent variable; then the model itself is run at those values, and a handler
-puts a posterior in the place of each `GaussianProcess`, at the site's own inputs and kernel. So q(f) adapts to sampled
-hyperparameters: q(θ) q(u | θ). This module knows messages and nothing of parametrisations.
-"""
+"""The guide: a base guide for other latents, posteriors for GP sites, and what fitted parameters give."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-import contextlib
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
-from typing import Any, cast
+from typing import Any
 
 import jax
 from jax import Array
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpyro
 from numpyro import distributions as dist
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoGuide, AutoNormal
-from numpyro.primitives import Messenger, mutable
 
+from numpyro_sgp.autoguide.handlers import ModelForBase, SwapGaussianProcesses, explained
+from numpyro_sgp.autoguide.parameters import SiteParameters, asked, parameter
 from numpyro_sgp.coefficients import Ascending
-from numpyro_sgp.conditionals import Moments
-from numpyro_sgp.distributions import GaussianProcess, SparsePosterior, rewrap, unwrap
+from numpyro_sgp.distributions import GaussianProcess, SparsePosterior, unwrap
 from numpyro_sgp.families import AbstractPosteriorFamily, check_names, for_site
-from numpyro_sgp.inducing import Growing, ask
 from numpyro_sgp.predict import FunctionDraws, sample_functions
 
 __all__ = ["AbstractAutoSparseGP", "AutoSparseGP"]
@@ -38,201 +30,6 @@ class LatentNames:
     """Names of the latent variables that the base guide gives values to: a parameter without numbers."""
 
     names: tuple[str, ...]
-
-
-def _is_latent(msg: dict) -> bool:
-    return msg["type"] == "sample" and not msg["is_observed"] and msg["value"] is None
-
-
-def _needs_value(msg: dict) -> bool:
-    return _is_latent(msg) and not msg["infer"].get("is_auxiliary")
-
-
-class _ModelForBase:
-    """The model with its GP values set to zero and hidden: what the base guide sees, without any N × N work."""
-
-    def __init__(self, model: Callable) -> None:
-        self.model = model
-        self.latents: tuple[str, ...] | None = None  # None: all of them
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _ZeroGaussianProcesses(self.latents):
-            return self.model(*args, **kwargs)
-
-
-class _ZeroGaussianProcesses(Messenger):
-    def __init__(self, latents: tuple[str, ...] | None) -> None:
-        self.latents = latents
-        super().__init__()
-
-    def process_message(self, msg: dict) -> None:
-        if msg["type"] == "plate":
-            _check_plate(msg)
-        if not _is_latent(msg):
-            return
-        gp = unwrap(msg["fn"])
-        if isinstance(gp, GaussianProcess):
-            msg["value"] = jnp.zeros(msg["fn"].shape(), gp.X.dtype)
-            msg["stop"] = True
-        elif self.latents is not None and msg["name"] not in self.latents:
-            # An outcome to be predicted, not a latent variable of the fit.
-            msg["kwargs"]["rng_key"] = numpyro.prng_key()
-            msg["stop"] = True
-
-
-class _SwapGaussianProcesses(Messenger):
-    """Replaces GP sites by posteriors and gives the other latents the base guide's values, in the model's order."""
-
-    def __init__(
-        self,
-        base_trace: dict[str, dict],
-        posterior: Callable[[str, GaussianProcess, tuple[int, ...]], SparsePosterior],
-        predicting: bool,
-    ) -> None:
-        self.base_trace = base_trace
-        self.posterior = posterior
-        self.predicting = predicting
-        self.exposed: set[str] = set()
-        self.gp_sites: dict[str, SparsePosterior] = {}
-        self.plate_sizes: dict[str, int] = {}
-        super().__init__()
-
-    def hides(self, msg: dict) -> bool:
-        return msg["type"] == "sample" and msg["name"] not in self.exposed
-
-    def process_message(self, msg: dict) -> None:
-        if msg["type"] == "plate":
-            self._process_plate(msg)
-        elif _is_latent(msg):
-            if isinstance(unwrap(msg["fn"]), GaussianProcess):
-                self._process_gaussian_process(msg)
-            elif msg["name"] in self.base_trace:
-                site = self.base_trace[msg["name"]]
-                msg.update(fn=site["fn"], value=site["value"], intermediates=site["intermediates"])
-                self.exposed.add(msg["name"])
-            elif not self.predicting and _needs_value(msg):
-                sampled = sorted(name for name, site in self.base_trace.items() if site["type"] == "sample")
-                message = (
-                    f"The base guide leaves the latent site {msg['name']!r} without a value; it samples {sampled}. "
-                    "Sample it in your guide, or leave `base` at `AutoNormal`, which covers every latent."
-                )
-                raise ValueError(message)
-
-    def _process_plate(self, msg: dict) -> None:
-        _check_plate(msg)
-        self.plate_sizes[msg["name"]] = msg["args"][0]
-        if msg["name"] in self.base_trace:
-            msg["value"] = self.base_trace[msg["name"]]["value"]
-
-    def _process_gaussian_process(self, msg: dict) -> None:
-        name = msg["name"]
-        for frame in msg["cond_indep_stack"]:
-            size = self.plate_sizes.get(frame.name, frame.size)
-            if size != frame.size:
-                message = (
-                    f"GP site {name!r} lies inside plate {frame.name!r}, which subsamples {frame.size} of {size}. "
-                    "A GP is one random function, not one for each row: sample it before the plate, at the inputs of "
-                    "the batch (with `num_data` as the plate's size), or at all inputs and then take "
-                    "`numpyro.subsample(f, event_dim=0)` inside."
-                )
-                raise ValueError(message)
-
-        def replace(prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
-            self.gp_sites[name] = self.posterior(name, prior, batch_shape)
-            return self.gp_sites[name]
-
-        msg["fn"] = rewrap(msg["fn"], replace)
-        self.exposed.add(name)
-
-    def postprocess_message(self, msg: dict) -> None:
-        # The guide reads mutable state and must not be the one to change it: the model is run again by the loss, and
-        # what it changes there is what counts. Outer handlers have recorded the value by now; the model gets a copy.
-        if msg["type"] == "mutable" and isinstance(msg["value"], dict):
-            msg["value"] = msg["value"].copy()
-
-
-def _check_plate(msg: dict) -> None:
-    size, subsample_size = msg["args"]
-    if subsample_size is not None and subsample_size > size:
-        message = (
-            f"Plate {msg['name']!r} has size {size}, smaller than its subsample of {subsample_size} rows. "
-            "Pass the number of rows of the whole data set as the plate's size (`num_data`)."
-        )
-        raise ValueError(message)
-
-
-def _size_is_missing(error: TypeError) -> bool:
-    frame = error.__traceback__
-    while frame is not None:
-        variables = frame.tb_frame.f_locals
-        if isinstance(variables.get("self"), numpyro.plate) and variables.get("size", 0) is None:
-            return True
-        frame = frame.tb_next
-    return False
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Says what a plate without a size needs, in the place of the error from inside NumPyro."""
-    try:
-        yield
-    except TypeError as error:
-        if not _size_is_missing(error):
-            raise
-        msg = (
-            "A plate of the model was given the size None. It needs N, the number of rows of the whole data set: "
-            "pass it to the model (`num_data=N`), or use the number of rows of the batch when that is all there is."
-        )
-        raise ValueError(msg) from error
-
-
-def _param(name: str, init: Any, predicting: bool) -> Any:
-    """A parameter; a prediction must be given its value, since at its initial value it would be that of the prior."""
-
-    def missing(rng_key: Array) -> Any:
-        del rng_key
-        msg = (
-            f"The parameter {name!r} has no value to predict with. Pass all fitted parameters, `result.params` of "
-            "`SVI.run` or `svi.get_params(state)`, of a guide with the same `prefix` and the same names of sites."
-        )
-        raise ValueError(msg)
-
-    return numpyro.param(name, missing if predicting else init)
-
-
-def _asked(asking: list[Growing], q: Moments, prior: GaussianProcess) -> Moments:
-    """The moments as functions of the candidates of growing bases, the one of the covariance first."""
-    zero = ask(asking, prior.kernel, prior.X, q.prior_root)
-    # Once for the site, however many latents it has.
-    first = (0,) * q.kl.ndim
-    return q._replace(kl=q.kl.at[first].add(zero) if first else q.kl + zero)
-
-
-class SiteParameters:
-    """What a family declares the parameters of one site with, and its mutable state."""
-
-    def __init__(self, site: str, prefix: str, predicting: bool) -> None:
-        self.site, self.prefix, self.predicting = site, prefix, predicting
-        self.growing: list[Growing] = []
-
-    def __call__(self, symbol: str, init: Any) -> Any:
-        value = _param(f"{self.site}_{self.prefix}_{symbol}", init, self.predicting)
-        if not isinstance(value, Growing):
-            return value
-        self.growing.append(value)
-        return value.basis
-
-    def state(self, symbol: str, init: dict[str, Array]) -> dict[str, Array]:
-        """Mutable state; a prediction must be given it, as it must be given parameters."""
-        name = f"{self.site}_{self.prefix}_{symbol}"
-        value: Any = mutable(name, cast(Any, None if self.predicting else init))
-        if value is None:
-            msg = (
-                f"The state {name!r} has no value to predict with. Pass it with the fitted parameters: "
-                "`{**result.params, **result.state.mutable_state}` of `SVI.run`."
-            )
-            raise ValueError(msg)
-        return value
 
 
 def _check_tracked(base_trace: dict[str, dict], trace: dict[str, dict]) -> None:
@@ -273,7 +70,7 @@ class AbstractAutoSparseGP(AutoGuide):
             msg = f"`model` must be a callable with NumPyro primitives, got {type(model).__name__}. Pass the function."
             raise TypeError(msg)
         super().__init__(model, prefix=prefix)
-        self._model_for_base = _ModelForBase(model)
+        self._model_for_base = ModelForBase(model)
         self.base = _make_base(base, self._model_for_base, prefix)
 
     @abstractmethod
@@ -306,7 +103,7 @@ class AbstractAutoSparseGP(AutoGuide):
                 return not msg["infer"].get("is_auxiliary")
             return predicting and msg["type"] == "inspect"
 
-        with _explained(), handlers.block(hide_fn=hides), handlers.trace() as base_trace:
+        with explained(), handlers.block(hide_fn=hides), handlers.trace() as base_trace:
             self.base(*args, **kwargs)
         if names is None:
             return base_trace
@@ -318,12 +115,12 @@ class AbstractAutoSparseGP(AutoGuide):
 
         def find(rng_key: Array) -> LatentNames:
             del rng_key
-            with _explained(), handlers.block(), handlers.trace() as trace:
+            with explained(), handlers.block(), handlers.trace() as trace:
                 self._model_for_base(*args, **kwargs)
             sites = [site for site in trace.values() if site["type"] == "sample" and not site["is_observed"]]
             return LatentNames(tuple(site["name"] for site in sites))
 
-        return _param(f"{self.prefix}_latents", find, predicting).names
+        return parameter(f"{self.prefix}_latents", find, predicting).names
 
     def _run_model(
         self, base_trace: dict[str, dict], predicting: bool, args: tuple, kwargs: dict
@@ -333,14 +130,14 @@ class AbstractAutoSparseGP(AutoGuide):
                 param = SiteParameters(site, self.prefix, predicting)
                 moments = self.family(site).moments(param, prior, batch_shape)
                 if param.growing:
-                    moments = _asked(param.growing, moments, prior)
+                    moments = asked(param.growing, moments, prior)
             except (TypeError, ValueError) as error:
                 error.add_note(f"This was at the GP site {site!r}.")
                 raise
             return SparsePosterior(prior, moments, batch_shape, joint=predicting)
 
-        swap = _SwapGaussianProcesses(base_trace, posterior, predicting)
-        with _explained(), handlers.trace() as trace, handlers.block(hide_fn=swap.hides), swap:
+        swap = SwapGaussianProcesses(base_trace, posterior, predicting)
+        with explained(), handlers.trace() as trace, handlers.block(hide_fn=swap.hides), swap:
             self.model(*args, **kwargs)
         if not swap.gp_sites:
             msg = (

@@ -1,0 +1,159 @@
+"""What is done to messages: GP values hidden from the base guide, GP sites replaced by posteriors."""
+
+from collections.abc import Callable, Iterator
+import contextlib
+from typing import Any
+
+import jax.numpy as jnp
+import numpyro
+from numpyro.primitives import Messenger
+
+from numpyro_sgp.distributions import GaussianProcess, SparsePosterior, rewrap, unwrap
+
+__all__ = ["ModelForBase", "SwapGaussianProcesses", "explained"]
+
+
+def _is_latent(msg: dict) -> bool:
+    return msg["type"] == "sample" and not msg["is_observed"] and msg["value"] is None
+
+
+def _needs_value(msg: dict) -> bool:
+    return _is_latent(msg) and not msg["infer"].get("is_auxiliary")
+
+
+class ModelForBase:
+    """The model with its GP values set to zero and hidden: what the base guide sees, without any N × N work."""
+
+    def __init__(self, model: Callable) -> None:
+        self.model = model
+        self.latents: tuple[str, ...] | None = None  # None: all of them
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _ZeroGaussianProcesses(self.latents):
+            return self.model(*args, **kwargs)
+
+
+class _ZeroGaussianProcesses(Messenger):
+    def __init__(self, latents: tuple[str, ...] | None) -> None:
+        self.latents = latents
+        super().__init__()
+
+    def process_message(self, msg: dict) -> None:
+        if msg["type"] == "plate":
+            _check_plate(msg)
+        if not _is_latent(msg):
+            return
+        gp = unwrap(msg["fn"])
+        if isinstance(gp, GaussianProcess):
+            msg["value"] = jnp.zeros(msg["fn"].shape(), gp.X.dtype)
+            msg["stop"] = True
+        elif self.latents is not None and msg["name"] not in self.latents:
+            # An outcome to be predicted, not a latent variable of the fit.
+            msg["kwargs"]["rng_key"] = numpyro.prng_key()
+            msg["stop"] = True
+
+
+class SwapGaussianProcesses(Messenger):
+    """Replaces GP sites by posteriors and gives the other latents the base guide's values, in the model's order."""
+
+    def __init__(
+        self,
+        base_trace: dict[str, dict],
+        posterior: Callable[[str, GaussianProcess, tuple[int, ...]], SparsePosterior],
+        predicting: bool,
+    ) -> None:
+        self.base_trace = base_trace
+        self.posterior = posterior
+        self.predicting = predicting
+        self.exposed: set[str] = set()
+        self.gp_sites: dict[str, SparsePosterior] = {}
+        self.plate_sizes: dict[str, int] = {}
+        super().__init__()
+
+    def hides(self, msg: dict) -> bool:
+        return msg["type"] == "sample" and msg["name"] not in self.exposed
+
+    def process_message(self, msg: dict) -> None:
+        if msg["type"] == "plate":
+            self._process_plate(msg)
+        elif _is_latent(msg):
+            if isinstance(unwrap(msg["fn"]), GaussianProcess):
+                self._process_gaussian_process(msg)
+            elif msg["name"] in self.base_trace:
+                site = self.base_trace[msg["name"]]
+                msg.update(fn=site["fn"], value=site["value"], intermediates=site["intermediates"])
+                self.exposed.add(msg["name"])
+            elif not self.predicting and _needs_value(msg):
+                sampled = sorted(name for name, site in self.base_trace.items() if site["type"] == "sample")
+                message = (
+                    f"The base guide leaves the latent site {msg['name']!r} without a value; it samples {sampled}. "
+                    "Sample it in your guide, or leave `base` at `AutoNormal`, which covers every latent."
+                )
+                raise ValueError(message)
+
+    def _process_plate(self, msg: dict) -> None:
+        _check_plate(msg)
+        self.plate_sizes[msg["name"]] = msg["args"][0]
+        if msg["name"] in self.base_trace:
+            msg["value"] = self.base_trace[msg["name"]]["value"]
+
+    def _process_gaussian_process(self, msg: dict) -> None:
+        name = msg["name"]
+        for frame in msg["cond_indep_stack"]:
+            size = self.plate_sizes.get(frame.name, frame.size)
+            if size != frame.size:
+                message = (
+                    f"GP site {name!r} lies inside plate {frame.name!r}, which subsamples {frame.size} of {size}. "
+                    "A GP is one random function, not one for each row: sample it before the plate, at the inputs of "
+                    "the batch (with `num_data` as the plate's size), or at all inputs and then take "
+                    "`numpyro.subsample(f, event_dim=0)` inside."
+                )
+                raise ValueError(message)
+
+        def replace(prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
+            self.gp_sites[name] = self.posterior(name, prior, batch_shape)
+            return self.gp_sites[name]
+
+        msg["fn"] = rewrap(msg["fn"], replace)
+        self.exposed.add(name)
+
+    def postprocess_message(self, msg: dict) -> None:
+        # The guide reads mutable state and must not be the one to change it: the model is run again by the loss, and
+        # what it changes there is what counts. Outer handlers have recorded the value by now; the model gets a copy.
+        if msg["type"] == "mutable" and isinstance(msg["value"], dict):
+            msg["value"] = msg["value"].copy()
+
+
+def _check_plate(msg: dict) -> None:
+    size, subsample_size = msg["args"]
+    if subsample_size is not None and subsample_size > size:
+        message = (
+            f"Plate {msg['name']!r} has size {size}, smaller than its subsample of {subsample_size} rows. "
+            "Pass the number of rows of the whole data set as the plate's size (`num_data`)."
+        )
+        raise ValueError(message)
+
+
+def _size_is_missing(error: TypeError) -> bool:
+    frame = error.__traceback__
+    while frame is not None:
+        variables = frame.tb_frame.f_locals
+        if isinstance(variables.get("self"), numpyro.plate) and variables.get("size", 0) is None:
+            return True
+        frame = frame.tb_next
+    return False
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Says what a plate without a size needs, in the place of the error from inside NumPyro."""
+    try:
+        yield
+    except TypeError as error:
+        if not _size_is_missing(error):
+            raise
+        msg = (
+            "A plate of the model was given the size None. It needs N, the number of rows of the whole data set: "
+            "pass it to the model (`num_data=N`), or use the number of rows of the batch when that is all there is."
+        )
+        raise ValueError(msg) from error

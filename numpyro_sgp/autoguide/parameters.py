@@ -1,0 +1,62 @@
+"""How a family declares parameters and mutable state of its site."""
+
+from typing import Any, cast
+
+from jax import Array
+import numpyro
+from numpyro.primitives import mutable
+
+from numpyro_sgp.conditionals import Moments
+from numpyro_sgp.distributions import GaussianProcess
+from numpyro_sgp.inducing import Growing, ask
+
+__all__ = ["SiteParameters", "asked", "parameter"]
+
+
+def parameter(name: str, init: Any, predicting: bool) -> Any:
+    """A parameter; a prediction must be given its value, since at its initial value it would be that of the prior."""
+
+    def missing(rng_key: Array) -> Any:
+        del rng_key
+        msg = (
+            f"The parameter {name!r} has no value to predict with. Pass all fitted parameters, `result.params` of "
+            "`SVI.run` or `svi.get_params(state)`, of a guide with the same `prefix` and the same names of sites."
+        )
+        raise ValueError(msg)
+
+    return numpyro.param(name, missing if predicting else init)
+
+
+class SiteParameters:
+    """What a family declares the parameters of one site with, and its mutable state."""
+
+    def __init__(self, site: str, prefix: str, predicting: bool) -> None:
+        self.site, self.prefix, self.predicting = site, prefix, predicting
+        self.growing: list[Growing] = []
+
+    def __call__(self, symbol: str, init: Any) -> Any:
+        value = parameter(f"{self.site}_{self.prefix}_{symbol}", init, self.predicting)
+        if not isinstance(value, Growing):
+            return value
+        self.growing.append(value)
+        return value.basis
+
+    def state(self, symbol: str, init: dict[str, Array]) -> dict[str, Array]:
+        """Mutable state; a prediction must be given it, as it must be given parameters."""
+        name = f"{self.site}_{self.prefix}_{symbol}"
+        value: Any = mutable(name, cast(Any, None if self.predicting else init))
+        if value is None:
+            msg = (
+                f"The state {name!r} has no value to predict with. Pass it with the fitted parameters: "
+                "`{**result.params, **result.state.mutable_state}` of `SVI.run`."
+            )
+            raise ValueError(msg)
+        return value
+
+
+def asked(asking: list[Growing], q: Moments, prior: GaussianProcess) -> Moments:
+    """The moments as functions of the candidates of growing bases, the one of the covariance first."""
+    zero = ask(asking, prior.kernel, prior.X, q.prior_root)
+    # Once for the site, however many latents it has.
+    first = (0,) * q.kl.ndim
+    return q._replace(kl=q.kl.at[first].add(zero) if first else q.kl + zero)
