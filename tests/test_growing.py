@@ -124,6 +124,20 @@ def test_what_is_not_there_covaries_with_nothing():
     assert_allclose(basis.take(some).Kuf(kernel, X), np.asarray(basis.Kuf(kernel, X))[[M, 1]], rtol=1e-14)
 
 
+def test_empty_room_leaves_the_digits_of_inputs_far_from_the_origin():
+    # Four columns and more take distances from products, about a centre that must lie among the inputs.
+    rng = np.random.default_rng(0)
+    Z, far = (rng.normal(size=(n, 5)).astype(np.float32) + np.float32(1e4) for n in (3, 6))
+    room = np.zeros((20, 5), np.float32)
+    basis = sgp.GrowingInducing(
+        jnp.asarray(np.concatenate([Z, room])), jnp.zeros((23, 5), jnp.float32), jnp.asarray([1.0] * 3 + [0.0] * 20), 6
+    )
+    kernel = sgp.kernels.SquaredExponential(np.float32(2.0))
+    for K, inputs in ((basis.Kuf(kernel, jnp.asarray(far)), far), (basis.Kuu(kernel)[:, :3], Z)):
+        assert_allclose(K[:3], oracles.se(Z.astype(float), inputs.astype(float), 2.0), rtol=1e-5)
+        assert_array_equal(K[3:], 0.0)
+
+
 def moments_of(guide):
     @jax.jit
     def at_new(params):
