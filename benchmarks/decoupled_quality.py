@@ -9,7 +9,7 @@ SVGP and refines its mean over all training inputs; `..., in turn` does that for
 steps on the covariance block and trains the noise with that mean, and refines again.
 
     python benchmarks/decoupled_quality.py --data kin40k.npz bike.npz [--folds 0 1] [--inducing 512] [--steps 800]
-        [--output results]
+        [--refined-only] [--output results]
 
 Runs are added to those that the output folder has already, and what is trained from the start there is not trained
 again. `time` is in units of the SVGP's own seconds, in the same process. `--summary` prints means and standard
@@ -69,7 +69,7 @@ class Clock:
             at += batch
             state, loss = update(state, X[rows], y[rows])
             taken += 1
-            if taken % 8 == 0:
+            if taken % 8 == 0 or steps is None:
                 jax.block_until_ready(loss)
         jax.block_until_ready(state)
         self.spent = time.process_time() - before
@@ -213,9 +213,13 @@ def main(arguments: argparse.Namespace) -> None:
         p = {**p, "M": M, "solve": 5 * M // 8, "mean": 4 * M}
     if arguments.steps is not None:
         p = {**p, "steps": arguments.steps}
+    if arguments.refined_only:
+        p = {**p, "joint": []}
     settings = {key: value for key, value in p.items() if key != "dtype"}
     result = {"settings": settings, "dtype": "float32", "runs": {}}
     file_name = "decoupled_quality" if arguments.inducing is None else f"decoupled_quality_{arguments.inducing}"
+    if arguments.steps is not None:
+        file_name += f"_{arguments.steps}_steps"
     if arguments.summary:
         summary(earlier(file_name, settings, arguments.output))
         return
@@ -239,6 +243,7 @@ if __name__ == "__main__":
     parser.add_argument("--folds", type=int, nargs="*", default=[0])
     parser.add_argument("--inducing", type=int, help="M, with 5M/8 twice for SOLVE and 4M for the mean; 512")
     parser.add_argument("--steps", type=int, help="of the SVGP; 800")
+    parser.add_argument("--refined-only", action="store_true", help="leave out what is trained from the start")
     parser.add_argument("--summary", action="store_true", help="print means over the folds of an earlier result")
     parser.add_argument("--output", type=Path, help="folder for the result as JSON")
     main(parser.parse_args())
