@@ -171,7 +171,7 @@ def runs(data, test, p: dict, before: dict[str, dict]) -> dict[str, dict]:
     state, steps, more = clock.run(svi, state, data, batch, 0.15 * seconds, None, 3)
     params = svi.get_params(state)
     # Less noise, more curvature.
-    smaller = size * min((float(params["noise"]) * curvature**0.5) ** 2, 1.0)
+    smaller = size * min(float(params["noise"] / fitted["noise"]) ** 2, 1.0)
     svi, state = started(guide, sgp.DualAscent(smaller), params)
     state, others, last = clock.run(svi, state, data, batch, 0.35 * seconds, None, 4)
     note("..., in turn", guide, svi.get_params(state), taken + steps + others, seconds + spent + more + last)
