@@ -85,17 +85,10 @@ def centred(X: Array, Z: Array) -> tuple[Array, Array]:
     # one row far away would take the digits of all others; of a few rows, since any point near most of them will do; of
     # the first argument, which are the inducing inputs and not a batch, whose rows may lie on several devices.
     X, Z = aligned(X, Z)
-    rows = lax.stop_gradient(X)
-    centre = _median(rows[..., :: -(-rows.shape[-2] // _CENTRE_ROWS), :]) if rows.shape[-2] else 0.0
+    rows = lax.stop_gradient(X)[..., :: max(-(-X.shape[-2] // _CENTRE_ROWS), 1), :]
+    # A value that is there, not between two of them.
+    centre = jnp.nanquantile(rows, 0.5, axis=-2, keepdims=True, method="lower") if rows.shape[-2] else 0.0
     return X - centre, Z - centre
-
-
-def _median(X: Array) -> Array:
-    """Of each column without NaN, the lower of two; 0 where there is nothing else."""
-    X = jnp.sort(X, axis=-2)  # NaN last
-    middle = (jnp.sum(X == X, axis=-2, keepdims=True) - 1) // 2
-    rows = lax.broadcasted_iota(middle.dtype, X.shape, X.ndim - 2)
-    return jnp.sum(jnp.where(rows == middle, X, 0.0), axis=-2, keepdims=True)
 
 
 @as_one_program
