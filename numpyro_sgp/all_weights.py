@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from numpyro_sgp.conditionals import Inclusion, chevron_divergence, mean_divergence
 from numpyro_sgp.eager import as_one_program
 from numpyro_sgp.kernels import Kernel
-from numpyro_sgp.linalg import matmul, matvec
+from numpyro_sgp.linalg import cholesky, matmul, matvec, solve_lower, solve_lower_transposed
 from numpyro_sgp.tables import Table, features_at
 
-__all__ = ["Chevron", "dense_divergence", "streamed", "streamed_draw", "sums_of_squares"]
+__all__ = ["Chevron", "dense_divergence", "interpolated", "streamed", "streamed_draw", "sums_of_squares"]
 
 
 @partial(as_one_program, static_argnums=3)
@@ -86,6 +86,28 @@ def sums_of_squares(kernel: Any, X: Array, table: Table, whiten: bool) -> Array:
         return lax.scan(add, jnp.zeros(index.shape, X.dtype), (blocks, there))[0]
 
     return lax.map(of_block, table.blocks()[0]).reshape(-1)[: table.size]
+
+
+@partial(as_one_program, static_argnums=5)
+def interpolated(kernel: Any, X: Array, table: Table, values: Array, jitter: Array, whiten: bool) -> Array:
+    """S⁻¹Φᵀ(ΦS⁻¹Φᵀ + εI)⁻¹ values, (m,), in two passes: the smallest weights that give these values at X."""
+    blocks = table.blocks()
+
+    def of_block(index: Array, there: Array) -> tuple[Array, Array]:
+        log_precision = table.weights(table.at(index), index).log_precision
+        variance = 1.0 if log_precision is None else jnp.exp(-log_precision)
+        Phi = jnp.where(there, features_at(kernel, X, index, whiten), 0.0)
+        return Phi, Phi * variance
+
+    def add(gram: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
+        Phi, scaled = of_block(*block)
+        return gram + matmul(Phi, jnp.swapaxes(scaled, -1, -2)), None
+
+    N, dtype = X.shape[-2], X.dtype
+    L = cholesky(lax.scan(add, jnp.zeros((N, N), dtype), blocks)[0], jitter)
+    dual = solve_lower_transposed(L, solve_lower(L, values[:, None]))[:, 0]
+    weights = lax.map(lambda block: matvec(jnp.swapaxes(of_block(*block)[1], -1, -2), dual), blocks)
+    return weights.reshape(-1)[: table.size]
 
 
 @as_one_program

@@ -223,15 +223,15 @@ def _param(guide: Guide, params: Mapping[str, Any], site: str, symbol: str) -> A
 
 def priors(
     guide: Guide, rng_key: Array, params: Mapping[str, Any], *args: Any, **kwargs: Any
-) -> dict[str, tuple[Any, Array]]:
-    """The kernel of each GP site and its inputs, without what a posterior there costs."""
+) -> dict[str, tuple[Any, Array, Array]]:
+    """The kernel of each GP site, its inputs and its prior mean there, without what a posterior there costs."""
     fixed, arrays = split_arrays((args, kwargs))
 
     @jax.jit
-    def of(params: Mapping[str, Any], arrays: list) -> dict[str, tuple[Any, Array]]:
+    def of(params: Mapping[str, Any], arrays: list) -> dict[str, tuple[Any, Array, Array]]:
         args, kwargs = fixed(arrays)
         posteriors = guide.posterior(rng_key, params, *args, **kwargs)
-        return {site: (q.prior.kernel, q.prior.X) for site, q in posteriors.items()}
+        return {site: (q.prior.kernel, q.prior.X, q.prior.prior_mean) for site, q in posteriors.items()}
 
     return of(params, arrays)
 

@@ -194,6 +194,28 @@ def test_the_optimal_diagonal_maximises_the_bound_and_leaves_the_dense_columns()
             assert bound(guide._with_values(after, "f", after["f_auto_basis"], jnp.asarray(moved))) < best
 
 
+@pytest.mark.parametrize("options", [{}, {"covariance": "chevron", "dense_columns": 1, "relevance": True}])
+def test_a_mean_of_given_values_has_the_smallest_weights(options):
+    guide = sgp.AutoQSGP(model, basis_batch=5, **(options or {"inducing": Z}))
+    before = with_random_values(guide)
+    wanted = RNG.normal(size=len(X_NEW))
+    after = guide.with_mean(jax.random.key(0), before, wanted, X_NEW)
+    assert_allclose(guide.posterior(jax.random.key(0), after, X_NEW)["f"].mean, wanted, rtol=1e-4)
+    old, new = (np.asarray(params["f_auto_basis"].values) for params in (before, after))
+    finite = features.RandomFourier(kernel(), RANK, jax.random.key(1))
+    Phi, S = np.asarray(finite.features(X_NEW)), np.asarray(finite.prior_precision(np.arange(RANK)))
+    if options:
+        S = np.exp(old[:, -1])
+        assert_allclose(new[:, 1:], old[:, 1:], rtol=0)
+    else:
+        Phi, S = Phi / np.sqrt(S), np.ones(RANK)
+    # S w of the smallest weights is a combination of the rows of Φ, and they alone give the values.
+    residual = wanted - 0.5 * X_NEW[:, 0]
+    G = Phi / S @ Phi.T
+    dual = np.linalg.solve(G + 1e-6 * np.mean(np.diag(G)) * np.eye(len(G)), residual)
+    assert_allclose(new[:, 0], Phi.T @ dual / S, rtol=1e-6, atol=1e-10)
+
+
 def test_an_augmented_variance_is_the_priors_far_from_the_data():
     centres = jnp.asarray(X)
 
@@ -218,6 +240,17 @@ def test_mistakes_are_told():
     params = initial_parameters(guide)
     with pytest.raises(ValueError, match="no covariance of the weights"):
         guide.with_optimal_diagonal(jax.random.key(0), params, X, noise_scale=NOISE)
+    with pytest.raises(ValueError, match="no weights for a GP site 'g'"):
+        guide.with_mean(jax.random.key(0), params, Y, X, site="g")
+    with pytest.raises(ValueError, match=r"\(6,\).*got \(5,\)"):
+        guide.with_mean(jax.random.key(0), params, Y[:5], X)
+
+    def correlated(X, y=None):
+        numpyro.sample("f", sgp.GaussianProcess(features.InducingBasis(kernel(), Z), X))
+
+    other = sgp.AutoQSGP(correlated, basis_batch=2)
+    with pytest.raises(ValueError, match="InducingBasis are correlated"):
+        other.with_mean(jax.random.key(0), initial_parameters(other), Y, X)
     guide = guide_of("chevron")
     params = initial_parameters(guide)
     with pytest.raises(ValueError, match=r"\(4, 1\).*2 columns"):

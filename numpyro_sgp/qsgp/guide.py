@@ -10,10 +10,12 @@ from jax.typing import ArrayLike
 import numpy as np
 from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_sgp.all_weights import streamed, sums_of_squares
+from numpyro_sgp.all_weights import interpolated, streamed, sums_of_squares
 from numpyro_sgp.autoguide import AbstractAutoSparseGP
 from numpyro_sgp.conditionals import augmented_variance, optimal_diagonal
 from numpyro_sgp.families import AbstractPosteriorFamily, Inducing, check_names, for_site
+from numpyro_sgp.finite_rank import has_correlated_weights
+from numpyro_sgp.linalg import default_jitter
 from numpyro_sgp.predict import priors
 from numpyro_sgp.qsgp.family import ControlForm, Covariance, QuadruplyStochastic
 from numpyro_sgp.tables import Table, limit_of
@@ -155,6 +157,46 @@ class AutoQSGP(AbstractAutoSparseGP):
         values = jnp.concatenate([zeros, log_diagonal[:, None], table.values[:, 2 + k :]], axis=1)
         return self._with_values(params, site, table, values)
 
+    def with_mean(
+        self, rng_key: Array, params: Mapping[str, Any], values: ArrayLike, *args: Any, site: str = "f", **kwargs: Any
+    ) -> dict[str, Any]:
+        """Parameters whose posterior mean has given values at some inputs: where to start in place of the prior.
+
+        Of all weights that give them the smallest, w = S⁻¹Φᵀ(ΦS⁻¹Φᵀ + εI)⁻¹(values − prior mean), with ε the jitter of
+        the dtype. For the mean of another guide, such as `AutoSVGP`, at its inducing inputs and some rows of the data;
+        where features are random, the more inputs the closer in between. O(m P²) for P inputs, once.
+
+        Args:
+            rng_key: draws the hyperparameters, where the base guide is random.
+            params: parameters of this guide, those of the kernel as they are to be.
+            values: E f at the inputs, (P,).
+            args: arguments of the model with these inputs, P rows.
+            site: the GP site.
+            kwargs: keyword arguments of the model.
+
+        Raises:
+            ValueError: no table of weights at the site; values of another length than the inputs; weights that are
+                correlated under the prior, as those of `InducingBasis` are.
+        """
+        table = params.get(f"{site}_{self.prefix}_basis")
+        if not isinstance(table, Table):
+            msg = f"`params` has no weights for a GP site {site!r}. Pass parameters of this guide and one of its sites."
+            raise ValueError(msg)
+        kernel, X, prior_mean = priors(self, rng_key, params, *args, **kwargs)[site]
+        values = jnp.asarray(values, X.dtype)
+        if values.shape != X.shape[:1]:
+            msg = f"`values` must have shape {X.shape[:1]}, one for each input of the GP site, got {values.shape}."
+            raise ValueError(msg)
+        if has_correlated_weights(kernel):
+            msg = (
+                f"The weights of {type(kernel).__name__} are correlated under the prior, and the smallest ones need a "
+                "matrix of all of them. Use a kernel whose weights are independent, such as `RandomFourier`."
+            )
+            raise ValueError(msg)
+        jitter, whiten = jnp.asarray(default_jitter(X.dtype)), not self._family.relevance
+        weights = interpolated(kernel, X, table, values - prior_mean, jitter, whiten)
+        return self._with_values(params, site, table, table.values.at[:, 0].set(weights))
+
     def with_optimal_diagonal(
         self,
         rng_key: Array,
@@ -183,7 +225,7 @@ class AutoQSGP(AbstractAutoSparseGP):
             Evans and Nair (2020), proposition 1.
         """
         table = self._weights_table(params, site)
-        kernel, X = priors(self, rng_key, params, *args, **kwargs)[site]
+        kernel, X, _ = priors(self, rng_key, params, *args, **kwargs)[site]
         squares = sums_of_squares(kernel, X, table, not self._family.relevance)
         k, values = table.dense_columns or 0, table.values
         precision = jnp.exp(values[:, 2 + k]) if self._family.relevance else jnp.ones(table.size, values.dtype)
@@ -222,7 +264,7 @@ class AutoQSGP(AbstractAutoSparseGP):
             Evans and Nair (2020), proposition 4 and appendix G; corrects V[y], which lacks σ².
         """
         table = self._weights_table(params, site)
-        kernel, X = priors(self, rng_key, params, *args, **kwargs)[site]
+        kernel, X, _ = priors(self, rng_key, params, *args, **kwargs)[site]
         X_new = jnp.asarray(X_new, X.dtype)
         if X_new.ndim != 2 or X_new.shape[-1] != X.shape[-1]:
             msg = f"`X_new` has shape {X_new.shape}, but this GP has inputs of {X.shape[-1]} columns. Pass (N_new, D)."
