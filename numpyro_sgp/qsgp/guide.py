@@ -181,7 +181,7 @@ class AutoQSGP(AbstractAutoSparseGP):
         table = params.get(f"{site}_{self.prefix}_basis")
         if not isinstance(table, Table):
             msg = f"`params` has no weights for a GP site {site!r}. Pass parameters of this guide and one of its sites."
-            raise ValueError(msg)
+            raise ValueError(msg)  # noqa: TRY004 - the right type, of another guide
         kernel, X, prior_mean = priors(self, rng_key, params, *args, **kwargs)[site]
         values = jnp.asarray(values, X.dtype)
         if values.shape != X.shape[:1]:
