@@ -18,7 +18,7 @@ import dataclasses
 from pathlib import Path
 import time
 
-from common import earlier, npz, report
+from common import earlier, npz, report, whitened_root
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,11 +93,7 @@ def started(method: str, guide, svi: SVI, first: tuple, data: tuple, before: dic
     """The state at the hyperparameters, mean and, for "inducing", covariance of SVGP."""
     start = {name: before[name] for name in ("lengthscale", "variance", "noise")}
     if method == "inducing":
-        Lambda2 = np.asarray(before["f_auto_sites"].Lambda2, float)
-        L = np.linalg.cholesky(np.eye(len(Lambda2)) + Lambda2)
-        # (I + Λ₂)⁻¹ = L⁻ᵀL⁻¹, whose lower root is that of the product.
-        inverse = np.linalg.inv(L)
-        start["f_auto_S_sqrt"] = jnp.asarray(np.linalg.cholesky(inverse.T @ inverse), first[0].dtype)
+        start["f_auto_S_sqrt"] = whitened_root(before["f_auto_sites"].Lambda2)
     params = svi.get_params(svi.init(jax.random.key(0), *first, init_params=start))
     if "weights" not in before:
         X, Z = data[0], np.asarray(before["f_auto_inducing"].Z)
