@@ -9,18 +9,17 @@ units of the standard deviation of the outputs; SVGP, with as many inducing inpu
 own posterior, and its likelihood is that of its kernel, for "gaussian" through the same random features. To compare
 with the paper, whose outputs keep their units, add the logarithm of that standard deviation, which is kept as well.
 
-Runs that the file in `--output` already has, of the same settings, are not repeated: sets, folds and methods can be
-added one by one. The figure is that of both measures along the runs of the first fold.
+Runs that the file in `--output` already has are not repeated: sets, folds and methods can be added one by one. The
+figure is that of both measures along the runs of the first fold.
 
     python benchmarks/finite_rank_tables.py --data kin40k.npz bike.npz [--folds 0 1 2 3 4] [--epochs 100]
         [--kernels linear gaussian] [--batches 32] [--output results] [--figure curves.png]
 """
 
 import argparse
-import json
 from pathlib import Path
 
-from common import npz, report
+from common import earlier, npz, report
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -218,7 +217,7 @@ def figure(result: dict, path: Path) -> None:
                 continue
             curve = next(iter(folds.values()))["curve"]
             for ax, measure in zip(column, ("nlml", "rmse"), strict=True):
-                epochs = result["epochs"] * np.arange(1, 1 + len(curve)) / len(curve)
+                epochs = result["settings"]["epochs"] * np.arange(1, 1 + len(curve)) / len(curve)
                 ax.plot(epochs, [entry[measure] for entry in curve], ".-", color=f"C{number}", label=method)
         # With no features at all it is 1.42; what is worse than that leaves the picture.
         seen = [y for line in column[0].get_lines() for y in line.get_ydata() if y < 1.5]
@@ -236,22 +235,12 @@ def figure(result: dict, path: Path) -> None:
     print(f"figure written to {path}")
 
 
-def with_earlier_runs(result: dict, folder: Path | None) -> dict:
-    """The result with the runs of a file of the same settings."""
-    file = folder and folder / "finite_rank_tables.json"
-    if not file or not file.exists():
-        return result
-    earlier = json.loads(file.read_text())
-    same = all(earlier.get(name) == result[name] for name in ("settings", "epochs", "rate", "dtype"))
-    return {**result, "runs": earlier["runs"], "log_scale": earlier["log_scale"]} if same else result
-
-
 def main(arguments: argparse.Namespace) -> None:
     """One table for each data set, kernel and batch size."""
     p = REDUCED if arguments.reduced else FULL
     epochs, checks = (2, 2) if arguments.reduced else (arguments.epochs, arguments.checks)
-    result: dict = {"settings": p, "epochs": epochs, "dtype": "float32", "rate": arguments.rate}
-    result = with_earlier_runs({**result, "log_scale": {}, "runs": {}}, arguments.output)
+    settings = {**p, "epochs": epochs, "dtype": "float32", "rate": arguments.rate, "checks": checks}
+    result: dict = {"settings": settings, "runs": earlier("finite_rank_tables", settings, arguments.output)}
     for path in arguments.data or [None]:
         name = "simulated" if path is None else path.stem
         for kind in arguments.kernels:
@@ -263,8 +252,8 @@ def main(arguments: argparse.Namespace) -> None:
                         if str(fold) in runs:
                             continue
                         data, test = problem(path, fold)
-                        result["log_scale"].setdefault(name, {})[str(fold)] = log_scale(path, fold)
-                        runs[str(fold)] = run(method, kind, p, data, test, batch, epochs, checks, arguments.rate)
+                        found = run(method, kind, p, data, test, batch, epochs, checks, arguments.rate)
+                        runs[str(fold)] = {"log_scale": log_scale(path, fold), **found}
                         report("finite_rank_tables", result, arguments.output)
                     for measure in ("nlml", "rmse"):
                         values = [found[measure] for found in runs.values()]
