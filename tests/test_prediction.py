@@ -76,6 +76,46 @@ def check_moments(draws, mean, covariance):
 # Draws against moments.
 
 
+def two_functions(X, y=None):
+    variance = numpyro.sample("variance", dist.LogNormal(-1.0, 0.4))
+    f, g = (numpyro.sample(name, sgp.GaussianProcess(Matern52(1.1, variance), X)) for name in "fg")
+    numpyro.sample("y", dist.Normal(f * g, NOISE).to_event(1), obs=y)
+
+
+def layers(X, y=None):
+    h = numpyro.sample("f", sgp.GaussianProcess(Matern52(1.1, 0.8), X))
+    g = numpyro.sample("g", sgp.GaussianProcess(Matern52(1.1, 0.8), jnp.stack([h, X[:, 1]], axis=1)))
+    numpyro.sample("y", dist.Normal(g, NOISE).to_event(1), obs=y)
+
+
+def in_a_closure(X, y=None):
+    h = numpyro.sample("f", sgp.GaussianProcess(Matern52(1.1, 0.8), X))
+
+    def kernel(X, Z=None):
+        return Matern52(1.1, 1.0 + jnp.mean(h) ** 2)(X, Z)
+
+    g = numpyro.sample("g", sgp.GaussianProcess(kernel, X))
+    numpyro.sample("y", dist.Normal(g, NOISE).to_event(1), obs=y)
+
+
+@pytest.mark.parametrize("model", [continuous, two_functions, layers, in_a_closure])
+def test_the_posterior_makes_a_square_matrix_only_for_a_gp_that_takes_values_of_another(model, monkeypatch):
+    guide = sgp.AutoSVGP(model, Z)
+    params = initial_parameters(model, guide, X, y)
+
+    def square(q):
+        pytest.fail(f"the covariance of {q.event_shape[0]} values")
+
+    monkeypatch.setattr(sgp.SparsePosterior, "covariance", square)
+    if model in (layers, in_a_closure):
+        with pytest.raises(pytest.fail.Exception, match="4 values"):
+            guide.posterior(jax.random.key(0), params, X_new)
+    else:
+        q = guide.posterior(jax.random.key(0), params, X_new)["f"]
+        assert q.mean.shape == (N_NEW,)
+        assert q.joint
+
+
 @pytest.mark.once
 @each_kind
 def test_predictive_draws_at_new_inputs_have_the_moments_of_the_posterior(name):

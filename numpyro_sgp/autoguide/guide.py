@@ -8,13 +8,15 @@ from typing import Any
 
 import jax
 from jax import Array
+from jax.core import Tracer
 from jax.typing import ArrayLike
+import numpy as np
 import numpyro
 from numpyro import distributions as dist
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoGuide, AutoNormal
 
-from numpyro_sgp.autoguide.handlers import ModelForBase, SwapGaussianProcesses, explained
+from numpyro_sgp.autoguide.handlers import GivenGaussianProcesses, ModelForBase, SwapGaussianProcesses, explained
 from numpyro_sgp.autoguide.parameters import SiteParameters, asked, parameter
 from numpyro_sgp.coefficients import Ascending
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior, unwrap
@@ -60,6 +62,11 @@ def _make_base(base: Any, model: Callable, prefix: str) -> Callable:
     got = f"the class {factory.__name__}" if isinstance(factory, type) else type(base).__name__
     msg = f"`base` must be an autoguide class or a guide, got {got}. `AutoNormal` is the default."
     raise TypeError(msg)
+
+
+def _no_posterior(site: str, *_: Any) -> SparsePosterior:
+    msg = f"The GP site {site!r} was to have a value already. Please report this."
+    raise RuntimeError(msg)
 
 
 class AbstractAutoSparseGP(AutoGuide):
@@ -123,7 +130,7 @@ class AbstractAutoSparseGP(AutoGuide):
         return parameter(f"{self.prefix}_latents", find, predicting).names
 
     def _run_model(
-        self, base_trace: dict[str, dict], predicting: bool, args: tuple, kwargs: dict
+        self, base_trace: dict[str, dict], predicting: bool, args: tuple, kwargs: dict, *, joint: bool = True
     ) -> tuple[dict[str, dict], dict[str, SparsePosterior]]:
         def posterior(site: str, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
             try:
@@ -136,7 +143,7 @@ class AbstractAutoSparseGP(AutoGuide):
                 raise
             return SparsePosterior(prior, moments, batch_shape, joint=predicting)
 
-        swap = SwapGaussianProcesses(base_trace, posterior, predicting)
+        swap = SwapGaussianProcesses(base_trace, posterior, predicting, joint=joint)
         with explained(), handlers.trace() as trace, handlers.block(hide_fn=swap.hides), swap:
             self.model(*args, **kwargs)
         if not swap.gp_sites:
@@ -148,6 +155,25 @@ class AbstractAutoSparseGP(AutoGuide):
         self.check_sites(set(swap.gp_sites))
         _check_tracked(base_trace, trace)
         return trace, swap.gp_sites
+
+    def _is_chained(self, base_trace: dict[str, dict], args: tuple, kwargs: dict) -> bool:
+        """Whether the prior of a GP site depends on values of another one, as in a deep GP, or may do so."""
+
+        def priors(value: float) -> dict[str, list]:
+            given, swap = GivenGaussianProcesses(value), SwapGaussianProcesses(base_trace, _no_posterior, True)
+            with explained(), handlers.block(), swap, given:
+                self.model(*args, **kwargs)
+            return {name: jax.tree.leaves(prior) for name, prior in given.priors.items()}
+
+        first = priors(0.5)
+        if len(first) < 2:
+            return False
+        leaves = [leaf for leaves in first.values() for leaf in leaves]
+        others = [leaf for leaves in priors(1.0).values() for leaf in leaves]
+        # What is no number may close over anything, and what is traced has no value yet.
+        if any(callable(leaf) or isinstance(leaf, Tracer) for leaf in leaves):
+            return True
+        return not all(np.array_equal(*pair) for pair in zip(leaves, others, strict=True))
 
     def _conditioned(self, rng_key: Array, params: Mapping[str, Any]) -> Callable[[Callable], Any]:
         """A context that gives parameters and randomness, and draws jointly."""
@@ -162,7 +188,9 @@ class AbstractAutoSparseGP(AutoGuide):
     def posterior(
         self, rng_key: Array, params: Mapping[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, SparsePosterior]:
-        """The posterior of each GP site at the model's inputs.
+        """The posterior of each GP site at the model's inputs, in O(N) for N of them.
+
+        Where a GP takes values of another one, as in a deep GP, they are a joint draw of these, in O(N³).
 
         Args:
             rng_key: draws the hyperparameters, where the base guide is random.
@@ -176,7 +204,8 @@ class AbstractAutoSparseGP(AutoGuide):
 
         def run() -> dict[str, SparsePosterior]:
             base_trace = self._run_base(True, args, kwargs)
-            return self._run_model(base_trace, True, args, kwargs)[1]
+            joint = self._is_chained(base_trace, args, kwargs)
+            return self._run_model(base_trace, True, args, kwargs, joint=joint)[1]
 
         return self._conditioned(rng_key, params)(run)
 

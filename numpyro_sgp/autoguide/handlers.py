@@ -10,7 +10,7 @@ from numpyro.primitives import Messenger
 
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior, rewrap, unwrap
 
-__all__ = ["ModelForBase", "SwapGaussianProcesses", "explained"]
+__all__ = ["GivenGaussianProcesses", "ModelForBase", "SwapGaussianProcesses", "explained"]
 
 
 def _is_latent(msg: dict) -> bool:
@@ -53,6 +53,23 @@ class _ZeroGaussianProcesses(Messenger):
             msg["stop"] = True
 
 
+class GivenGaussianProcesses(Messenger):
+    """Gives every GP site the same value at all its inputs, and keeps the priors."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.priors: dict[str, GaussianProcess] = {}
+        super().__init__()
+
+    def process_message(self, msg: dict) -> None:
+        if not _is_latent(msg):
+            return
+        gp = unwrap(msg["fn"])
+        if isinstance(gp, GaussianProcess):
+            self.priors[msg["name"]] = gp
+            msg["value"] = jnp.full(msg["fn"].shape(), self.value, gp.X.dtype)
+
+
 class SwapGaussianProcesses(Messenger):
     """Replaces GP sites by posteriors and gives the other latents the base guide's values, in the model's order."""
 
@@ -61,10 +78,13 @@ class SwapGaussianProcesses(Messenger):
         base_trace: dict[str, dict],
         posterior: Callable[[str, GaussianProcess, tuple[int, ...]], SparsePosterior],
         predicting: bool,
+        *,
+        joint: bool = True,
     ) -> None:
         self.base_trace = base_trace
         self.posterior = posterior
         self.predicting = predicting
+        self.joint = joint  # whether draws are joint where the posterior is; else row by row, which is no N × N work
         self.exposed: set[str] = set()
         self.gp_sites: dict[str, SparsePosterior] = {}
         self.plate_sizes: dict[str, int] = {}
@@ -116,6 +136,9 @@ class SwapGaussianProcesses(Messenger):
 
         msg["fn"] = rewrap(msg["fn"], replace)
         self.exposed.add(name)
+        if not self.joint:
+            q = self.gp_sites[name]
+            msg["value"] = SparsePosterior(q.prior, q.moments, q.batch_shape, joint=False).sample(numpyro.prng_key())
 
     def postprocess_message(self, msg: dict) -> None:
         # The guide reads mutable state and must not be the one to change it: the model is run again by the loss, and
