@@ -176,9 +176,9 @@ class AutoDecoupledGP(AbstractAutoSparseGP):
         check_names(self.init_from, sites, "init_from")
 
     def _run_model(
-        self, base_trace: dict[str, dict], predicting: bool, args: tuple, kwargs: dict
+        self, base_trace: dict[str, dict], predicting: bool, args: tuple, kwargs: dict, *, joint: bool = True
     ) -> tuple[dict[str, dict], dict[str, SparsePosterior]]:
-        trace, posteriors = super()._run_model(base_trace, predicting, args, kwargs)
+        trace, posteriors = super()._run_model(base_trace, predicting, args, kwargs, joint=joint)
         if not predicting and self._options["parametrization"] != "solve":
             own = tuple(f"{site}_{self.prefix}_" for site in posteriors)
             trained = any(site["type"] == "sample" for site in base_trace.values()) or any(
