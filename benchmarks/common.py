@@ -49,15 +49,6 @@ def earlier(name: str, settings: dict, folder: Path | None) -> dict:
     return before["runs"]
 
 
-def whitened_root(Lambda2) -> np.ndarray:
-    """S_sqrt of q(v) = N(m, S_sqrt S_sqrtᵀ), from the natural parameters of a fitted `AutoSVGP(natural=True)`."""
-    Lambda2 = np.asarray(Lambda2)
-    L = np.linalg.cholesky(np.eye(len(Lambda2)) + Lambda2.astype(float))
-    # (I + Λ₂)⁻¹ = L⁻ᵀL⁻¹, whose lower root is that of the product.
-    inverse = np.linalg.inv(L)
-    return np.linalg.cholesky(inverse.T @ inverse).astype(Lambda2.dtype)
-
-
 def banana() -> tuple[np.ndarray, np.ndarray]:
     """The 400 training points of the banana classification set: X (400, 2), y in {0, 1}."""
     table = np.loadtxt(HERE.parent / "examples" / "data" / "banana.csv", delimiter=",", skiprows=3)

@@ -255,23 +255,28 @@ def process_of(guide: Guide, params: Mapping[str, Any], site: str, q: SparsePost
 
 
 def _with_table(family: Any, read: _Reader, q: SparsePosterior, table: Table) -> ProcessPosterior:
-    """The mean in the weights of a table, and the covariance of values u under the kernel of its features."""
+    """The mean in the weights of a table and in values u, whose covariance is that under the kernel of its features."""
     prior = q.prior
     kernel = limit_of(prior.kernel)
     limit = GaussianProcess(kernel, prior.X, jitter=cast(Any, prior.relative_jitter))
-    inducing, S_sqrt = family.covariance_of(read, limit)
-    zeros = jnp.zeros(inducing.num_inducing, S_sqrt.dtype)
+    inducing, m, S_sqrt = family.inducing_posterior(read, limit)
+    L = cholesky(inducing.Kuu(kernel), prior.relative_jitter)
+    basis = TableMean(prior.kernel, table, prior.X.shape[-1], whiten=not family.relevance)
+    numbers, own = numbers_of(prior.kernel, table.size), m
+    if isinstance(inducing, InducingPoints):
+        # The weights say what u does not: their function less its interpolation from u.
+        own = m - solve_lower(L, basis.mean_at(kernel, inducing.Z, numbers)[:, None])[:, 0]
     return ProcessPosterior(
         kernel=kernel,
         mean_function=prior.mean_function,
         inducing=inducing,
-        L=cholesky(inducing.Kuu(kernel), prior.relative_jitter),
-        a=zeros,
-        m=zeros,
+        L=L,
+        a=solve_lower_transposed(L, own[:, None])[:, 0],
+        m=m,
         R=S_sqrt.T,
         W_sqrt=None,
-        mean_basis=TableMean(prior.kernel, table, prior.X.shape[-1], whiten=not family.relevance),
-        mean_weights=numbers_of(prior.kernel, table.size),
+        mean_basis=basis,
+        mean_weights=numbers,
         kl=q.kl,
         jitter=prior.relative_jitter,
         batch_shape=q.batch_shape,

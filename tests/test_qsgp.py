@@ -287,6 +287,7 @@ def set_up(name, form, likelihood="normal", batch=BATCH):
     params["f_auto_basis"] = Table(values, table.control, table.batch, table.dense_columns)
     if "f_auto_S_sqrt" in params:
         params["f_auto_S_sqrt"] = params["f_auto_S_sqrt"] + 0.3 * np.tril(rng.normal(size=(3, 3)))
+        params["f_auto_m"] = jnp.asarray(0.5 * rng.normal(size=3))
     return model, guide, params
 
 
@@ -312,8 +313,11 @@ def dense_posterior(name, form, params, inputs=X):
         L, root = np.linalg.cholesky(limit), np.tril(params["f_auto_S_sqrt"])
         V = L @ root @ root.T @ L.T
         cross = np.linalg.solve(limit, Kuf)
+        u = L @ np.asarray(params["f_auto_m"])
+        Phi_u = np.asarray(kernel.features(Z)) / (1.0 if correlated else np.sqrt(np.asarray(kernel.prior_precision())))
+        mean = cross.T @ u + (Phi - cross.T @ Phi_u) @ values[:, 0]
         covariance = Kff - Kuf.T @ cross + cross.T @ V @ cross
-        return mean, covariance, kl + oracles.gaussian_kl(np.zeros(3), V, limit)
+        return mean, covariance, kl + oracles.gaussian_kl(u, V, limit)
     k = FORMS[form].get("dense_columns", 0)
     diagonal = np.exp(values[:, 1 + k])
     root = np.diag(diagonal)

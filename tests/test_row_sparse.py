@@ -58,10 +58,15 @@ def trained():
 
 def test_the_trained_mean_is_the_ridge_solution(trained):
     svi, result = trained
-    Phi = np.asarray(fourier().features(X), np.float64)
-    ridge = Phi.T @ np.linalg.solve(Phi @ Phi.T + NOISE**2 * np.eye(N), Y)
+    Phi, Phi_u = (np.asarray(fourier().features(at), np.float64) for at in (X, Z))
+    k = kernels.SquaredExponential(0.7)
+    L = np.linalg.cholesky(np.asarray(k(Z, Z), np.float64) + 1e-4 * np.eye(len(Z)))
+    A = np.linalg.solve(L, np.asarray(k(Z, X), np.float64))
+    # Weights of u, and of what u does not say, are independent: features of both kinds side by side.
+    both = np.concatenate([A.T, Phi - A.T @ np.linalg.solve(L, Phi_u)], axis=1)
+    ridge = both.T @ np.linalg.solve(both @ both.T + NOISE**2 * np.eye(N), Y)
     q = svi.guide.posterior(jax.random.key(0), result.params, X)["f"]
-    assert_allclose(q.mean, Phi @ ridge, atol=1e-3)
+    assert_allclose(q.mean, both @ ridge, atol=1e-3)
     assert np.all(np.isfinite(result.losses))
 
 

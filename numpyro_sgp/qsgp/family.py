@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 import warnings
 
 import jax
@@ -32,8 +32,8 @@ from numpyro_sgp.distributions import GaussianProcess
 from numpyro_sgp.families import AbstractPosteriorFamily, Inducing, inducing_param
 from numpyro_sgp.features import as_finite_rank
 from numpyro_sgp.finite_rank import has_correlated_weights
-from numpyro_sgp.inducing import AbstractInducing, subset
-from numpyro_sgp.linalg import matvec
+from numpyro_sgp.inducing import AbstractInducing, InducingPoints, subset
+from numpyro_sgp.linalg import matmul, matvec, solve_lower_transposed
 from numpyro_sgp.tables import Control, Rows, Table, Weights, features_at, limit_of, numbers_of
 
 __all__ = ["ControlForm", "Covariance", "QuadruplyStochastic"]
@@ -53,6 +53,10 @@ _LARGE = 2**30
 @dataclasses.dataclass(frozen=True)
 class QuadruplyStochastic(AbstractPosteriorFamily):
     """q(f) with its mean in the weights of a kernel of finite rank, any rank: f = φ(x)ᵀw; starts at the prior.
+
+    Where the covariance is that of function values u = L v, f = A(x)ᵀv + (φ(x) − Φ_uᵀKuu⁻¹k_u(x))ᵀw with v and w
+    independent: the weights say what u does not, and q(v) has a mean of its own, m. The prior of f is then the kernel's
+    at u, and elsewhere up to what features are off by.
 
     See `AutoQSGP` for the arguments.
     """
@@ -91,13 +95,13 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
             return self._table(kernel, X, rank, rng_key, prior.relative_jitter)
 
         basis = param("basis", start)
-        given = self._inducing_moments(param, prior, kernel) if self.covariance == "inducing" else None
+        given = self._inducing_part(param, prior, kernel) if self.covariance == "inducing" else None
         scale = None
         if self.covariance == "chevron":
             scale = param("log_scale", jnp.zeros((), X.dtype))
         if fresh:
             # The prior: not one feature is evaluated, of which there may be ten million.
-            return _at_prior(limit_of(kernel), X) if given is None else given
+            return _at_prior(limit_of(kernel), X) if given is None else given.moments
         if isinstance(basis, Rows):
             return self._estimated(kernel, X, basis, given, scale)
         return self._exact(kernel, X, basis, given, predicting=bool(getattr(param, "predicting", True)))
@@ -143,18 +147,23 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
             control = Control.at(points, kernel, not self.relevance, float(jitter))
         return Table(jnp.zeros((rank, columns), X.dtype), control, self.basis_batch, k)
 
-    def covariance_of(self, param: Callable, limit: GaussianProcess) -> tuple[AbstractInducing, Array]:
-        """The inducing variables of the covariance, and the root S_sqrt of that of v, S = S_sqrt S_sqrtᵀ."""
+    def inducing_posterior(self, param: Callable, limit: GaussianProcess) -> tuple[AbstractInducing, Array, Array]:
+        """The inducing variables u = L v, and q(v) = N(m, S_sqrt S_sqrtᵀ) by m and the lower root S_sqrt."""
         made = _some_inputs if self.inducing is None else self.inducing
         inducing = inducing_param(param, made, limit, False)
-        return inducing, jnp.tril(param("S_sqrt", jnp.eye(inducing.num_inducing, dtype=limit.X.dtype)))
+        M, dtype = inducing.num_inducing, limit.X.dtype
+        # What features share with u is seen at the inputs of u, which variables that are no function values lack.
+        m = param("m", jnp.zeros(M, dtype)) if isinstance(inducing, InducingPoints) else jnp.zeros(M, dtype)
+        return inducing, m, jnp.tril(param("S_sqrt", jnp.eye(M, dtype=dtype)))
 
-    def _inducing_moments(self, param: Callable, prior: GaussianProcess, kernel: Any) -> Moments:
+    def _inducing_part(self, param: Callable, prior: GaussianProcess, kernel: Any) -> "_InducingPart":
         limit = GaussianProcess(limit_of(kernel), prior.X, jitter=prior.jitter)
-        inducing, S_sqrt = self.covariance_of(param, limit)
+        inducing, m, S_sqrt = self.inducing_posterior(param, limit)
         blocks = project(inducing, limit.kernel, limit.X, limit.relative_jitter)
-        q = whitened(jnp.zeros(inducing.num_inducing, prior.X.dtype), S_sqrt, blocks.A, blocks.kff)
-        return q._replace(kernel=limit.kernel)
+        q = whitened(m, S_sqrt, blocks.A, blocks.kff)._replace(kernel=limit.kernel)
+        if not isinstance(inducing, InducingPoints):
+            return _InducingPart(q, None, None)
+        return _InducingPart(q, inducing.Z, solve_lower_transposed(blocks.L, blocks.A))
 
     # The moments.
 
@@ -166,13 +175,15 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
             return jnp.exp(weights.log_precision)
         return kernel.prior_precision(index) if has_correlated_weights(kernel) else None
 
-    def _estimated(self, kernel: Any, X: Array, rows: Rows, given: Moments | None, scale: Array | None) -> Moments:
+    def _estimated(
+        self, kernel: Any, X: Array, rows: Rows, given: "_InducingPart | None", scale: Array | None
+    ) -> Moments:
         sample = inclusion(rows.size, len(rows.index))
-        Phi = self._features(kernel, X, rows.index)
+        Phi = self._rest(given, lambda X: self._features(kernel, X, rows.index), X)
         now = rows.table.weights(rows.values + rows.change, rows.index)
         w = rows.table.weights(rows.values, rows.index).linear
         change = now.linear - w
-        f, squares = self._mean_and_square(X, Phi, rows, w, change, sample)
+        f, squares = self._mean_and_square(X, Phi, rows, w, change, sample, given)
         precision = self._precision(kernel, rows.index, now)
         kl = mean_divergence(now.mean, precision, sample)
         if given is None:
@@ -187,26 +198,40 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
             deviation = jnp.sqrt(variance) if whole else bounding_scale(variance, c)
             q = _at_prior(limit_of(kernel), X)._replace(variance=variance)
         else:
-            variance, deviation, q = given.variance, jnp.sqrt(given.variance), given
-            kl = kl + given.kl
+            q = given.moments
+            variance, deviation = q.variance, jnp.sqrt(q.variance)
+            kl = kl + q.kl
         if rows.asked is not None:
             # Zero, whose derivatives are the kernel's numbers as they are now.
             numbers = lax.stop_gradient(numbers_of(kernel, rows.size))
             kl = kl + sum(jnp.sum(zero * number) for zero, number in zip(rows.asked, numbers, strict=True))
+        # The share of the inducing variables in the mean is exact.
+        share = jnp.zeros_like(f[:, 0]) if given is None else q.mean
         sampled = Sampled(
             excess=squares[:, 0] - f[:, 0] ** 2,
             variance=variance,
             scale=deviation,
-            halves=_halves(Phi, now.mean, rows) if self.jackknife else None,
+            halves=_halves(Phi, now.mean, rows, share) if self.jackknife else None,
             share=1.0 / sample.single,
             controlled=rows.tracked is not None,
             log_concave=self.log_concave,
             integrated=rows.integrated,
         )
-        return q._replace(mean=f[:, 0], kl=kl, sampled=sampled)
+        return q._replace(mean=f[:, 0] + share, kl=kl, sampled=sampled)
+
+    @staticmethod
+    def _rest(given: "_InducingPart | None", at: Callable[[Array], Array], X: Array) -> Array:
+        return at(X) if given is None else given.rest(at, X)
 
     def _mean_and_square(
-        self, X: Array, Phi: Array, rows: Rows, w: Array, change: Array, sample: Inclusion
+        self,
+        X: Array,
+        Phi: Array,
+        rows: Rows,
+        w: Array,
+        change: Array,
+        sample: Inclusion,
+        given: "_InducingPart | None",
     ) -> tuple[Array, Array]:
         """Estimates of Φμ and ΦU, and of their squares, with the control variate that there is."""
         if rows.tracked is None:
@@ -215,24 +240,46 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
         assert control is not None
         Phi_p = control.features(rows.index)
         if self.control_form == "nystrom":
-            residual = nystrom_residual(control.L, control.cross(X), Phi_p, rows.tracked)
+            cross = self._rest(given, lambda X: control.cross(X).T, X).T
+            residual = nystrom_residual(control.L, cross, Phi_p, rows.tracked)
             return linear_and_square(Phi, w, change, sample, residual)
         f, squares = linear_and_square(Phi, w, change, sample)
         return f, squares + control_variate(Phi_p, w, change, rows.tracked, sample)
 
-    def _exact(self, kernel: Any, X: Array, table: Table, given: Moments | None, *, predicting: bool) -> Moments:
+    def _exact(
+        self, kernel: Any, X: Array, table: Table, given: "_InducingPart | None", *, predicting: bool
+    ) -> Moments:
         """With all weights, block by block."""
         if not predicting:
             _warn_of_size(table, X)
-        f, d_variance, kl = streamed(kernel, X, table, not self.relevance)
+        Z = None if given is None else given.Z
+        at = X if Z is None else jnp.concatenate([X, Z])
+        f, d_variance, kl = streamed(kernel, at, table, not self.relevance)
         if has_correlated_weights(kernel) and not self.relevance:
             # All pairs of weights: what no prediction needs is not computed, and not a number.
             kl = jnp.full((), jnp.nan, X.dtype) if predicting else dense_divergence(kernel, table)
         if given is not None:
-            return given._replace(mean=f[:, 0], kl=kl + given.kl)
+            q = given.moments
+            return q._replace(mean=given.rest(lambda _: f, X)[:, 0] + q.mean, kl=kl + q.kl)
         variance = jnp.sum(f[:, 1:] ** 2, axis=-1) + d_variance
         q = _at_prior(limit_of(kernel), X)
         return q._replace(mean=f[:, 0], variance=variance, kl=kl, kernel=Chevron(kernel, table, not self.relevance))
+
+
+class _InducingPart(NamedTuple):
+    """What the inducing variables give: moments, and their inputs Z, (M_u, D), with H = Kuu⁻¹Kuf, (M_u, N), or None."""
+
+    moments: Moments
+    Z: Array | None
+    H: Array | None
+
+    def rest(self, at: Callable[[Array], Array], X: Array) -> Array:
+        """Of functions of x, given along the first axis, what their values at Z do not say: g(x) − H(x)ᵀg(Z)."""
+        if self.Z is None or self.H is None:
+            return at(X)
+        values = at(jnp.concatenate([X, self.Z]))
+        N = X.shape[-2]
+        return values[:N] - matmul(jnp.swapaxes(self.H, -1, -2), values[N:])
 
 
 def _check_options(family: QuadruplyStochastic) -> None:
@@ -278,11 +325,11 @@ def _at_prior(limit: Callable, X: Array) -> Moments:
     return Moments(zeros, limit(X), jnp.zeros((), X.dtype), jnp.zeros((1, X.shape[-2]), X.dtype), None)
 
 
-def _halves(Phi: Array, mean: Array, rows: Rows) -> tuple[Array, Array]:
+def _halves(Phi: Array, mean: Array, rows: Rows, share: Array) -> tuple[Array, Array]:
     half = len(rows.index) // 2
     return (
-        rows.size / half * matvec(Phi[:, :half], mean[:half]),
-        rows.size / (len(mean) - half) * matvec(Phi[:, half:], mean[half:]),
+        share + rows.size / half * matvec(Phi[:, :half], mean[:half]),
+        share + rows.size / (len(mean) - half) * matvec(Phi[:, half:], mean[half:]),
     )
 
 

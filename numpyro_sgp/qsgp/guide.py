@@ -14,9 +14,10 @@ from numpyro_sgp.all_weights import interpolated, streamed, sums_of_squares
 from numpyro_sgp.autoguide import AbstractAutoSparseGP
 from numpyro_sgp.conditionals import augmented_variance, optimal_diagonal
 from numpyro_sgp.families import AbstractPosteriorFamily, Inducing, check_names, for_site
-from numpyro_sgp.finite_rank import has_correlated_weights
+from numpyro_sgp.inducing import InducingPoints
 from numpyro_sgp.linalg import default_jitter
 from numpyro_sgp.predict import priors
+from numpyro_sgp.process import ProcessPosterior
 from numpyro_sgp.qsgp.family import ControlForm, Covariance, QuadruplyStochastic
 from numpyro_sgp.tables import Table, limit_of
 
@@ -46,9 +47,10 @@ class AutoQSGP(AbstractAutoSparseGP):
     log-concave one (logits or a location affine in f, a rate that is the exponential of it), the loss is a bound that
     is tight at M = m. Other likelihoods are refused. Predictions work through all m in blocks of M.
 
-    The mean alone is in the weights where the covariance is that of inducing variables, the default: that of the kernel
-    which the features approximate. A covariance of the weights ("chevron") is diagonal but for k dense columns, and
-    mean-field variances of random features come close to the prior's as m grows, whatever the data say.
+    By default the covariance is that of inducing variables u = L v under the kernel which the features approximate, and
+    weights add to the mean what u cannot say: E f(x) = A(x)ᵀm + (φ(x) − Φ_uᵀKuu⁻¹k_u(x))ᵀμ with A = L⁻¹k_u. So it can
+    start at a trained `AutoSVGP` (`started_at`). A covariance of the weights ("chevron") is diagonal but for k dense
+    columns, and mean-field variances of random features come close to the prior's as m grows, whatever the data say.
 
     Args:
         model: a NumPyro model whose GP sites have kernels of `numpyro_sgp.features`, one latent each.
@@ -75,7 +77,8 @@ class AutoQSGP(AbstractAutoSparseGP):
 
     References:
         Evans and Nair (2020), "Quadruply stochastic Gaussian processes"; corrects theorem 3, which is no bound as
-        printed, and pairs the mean with a covariance of inducing variables as Cheng and Boots (2017).
+        printed, and pairs the mean with a covariance of inducing variables as Cheng and Boots (2017), orthogonally as
+        Salimbeni, Cheng, Boots and Deisenroth (2018).
     """
 
     def __init__(
@@ -157,14 +160,51 @@ class AutoQSGP(AbstractAutoSparseGP):
         values = jnp.concatenate([zeros, log_diagonal[:, None], table.values[:, 2 + k :]], axis=1)
         return self._with_values(params, site, table, values)
 
+    def started_at(self, params: Mapping[str, Any], process: ProcessPosterior, site: str = "f") -> dict[str, Any]:
+        """Parameters of the posterior of another guide: its inducing inputs, mean and covariance, and weights of zero.
+
+        Training then adds what the inducing variables cannot say, and what is estimated from sampled weights is that
+        alone. Hyperparameters are to be those of the other guide: give them to `init_params`.
+
+        Args:
+            params: parameters of this guide, with a covariance of inducing variables.
+            process: what `process_posterior` gives for the same site of an `AutoSVGP`.
+            site: the GP site.
+
+        Raises:
+            ValueError: a chevron covariance; a posterior with another form than u = L v, q(v) = N(m, RᵀR) at inducing
+                inputs.
+        """
+        table = self._table_of(params, site)
+        if self._family.covariance != "inducing":
+            msg = (
+                "`started_at` was called with a chevron covariance, which has no inducing variables. Use `with_mean`, "
+                'or leave `covariance="inducing"`.'
+            )
+            raise ValueError(msg)
+        R, plain = process.R, process.W_sqrt is None and process.mean_basis is None and not process.batch_shape
+        if R is None or not plain or not isinstance(process.inducing, InducingPoints):
+            msg = (
+                "`process` is no posterior of function values at inducing inputs alone, with a mean and a covariance "
+                "of their own. Pass that of an `AutoSVGP`; for the mean of any other, use `with_mean`."
+            )
+            raise ValueError(msg)
+        name = f"{site}_{self.prefix}"
+        # RᵀR by its lower root; signs of columns do not matter.
+        S_sqrt = jnp.linalg.qr(R, mode="r").T
+        S_sqrt = S_sqrt * jnp.sign(jnp.diagonal(S_sqrt))
+        start = {f"{name}_inducing": process.inducing, f"{name}_m": process.m, f"{name}_S_sqrt": S_sqrt}
+        return {**self._with_values(params, site, table, table.values.at[:, 0].set(0.0)), **start}
+
     def with_mean(
         self, rng_key: Array, params: Mapping[str, Any], values: ArrayLike, *args: Any, site: str = "f", **kwargs: Any
     ) -> dict[str, Any]:
-        """Parameters whose posterior mean has given values at some inputs: where to start in place of the prior.
+        """Parameters of a chevron covariance whose posterior mean has given values at some inputs.
 
         Of all weights that give them the smallest, w = S⁻¹Φᵀ(ΦS⁻¹Φᵀ + εI)⁻¹(values − prior mean), with ε the jitter of
         the dtype. For the mean of another guide, such as `AutoSVGP`, at its inducing inputs and some rows of the data;
-        where features are random, the more inputs the closer in between. O(m P²) for P inputs, once.
+        where features are random, the more inputs the closer in between. O(m P²) for P inputs, once. With a covariance
+        of inducing variables, see `started_at`.
 
         Args:
             rng_key: draws the hyperparameters, where the base guide is random.
@@ -175,23 +215,13 @@ class AutoQSGP(AbstractAutoSparseGP):
             kwargs: keyword arguments of the model.
 
         Raises:
-            ValueError: no table of weights at the site; values of another length than the inputs; weights that are
-                correlated under the prior, as those of `InducingBasis` are.
+            ValueError: no chevron covariance at the site; values of another length than the inputs.
         """
-        table = params.get(f"{site}_{self.prefix}_basis")
-        if not isinstance(table, Table):
-            msg = f"`params` has no weights for a GP site {site!r}. Pass parameters of this guide and one of its sites."
-            raise ValueError(msg)  # noqa: TRY004 - the right type, of another guide
+        table = self._weights_table(params, site)
         kernel, X, prior_mean = priors(self, rng_key, params, *args, **kwargs)[site]
         values = jnp.asarray(values, X.dtype)
         if values.shape != X.shape[:1]:
             msg = f"`values` must have shape {X.shape[:1]}, one for each input of the GP site, got {values.shape}."
-            raise ValueError(msg)
-        if has_correlated_weights(kernel):
-            msg = (
-                f"The weights of {type(kernel).__name__} are correlated under the prior, and the smallest ones need a "
-                "matrix of all of them. Use a kernel whose weights are independent, such as `RandomFourier`."
-            )
             raise ValueError(msg)
         jitter, whiten = jnp.asarray(default_jitter(X.dtype)), not self._family.relevance
         weights = interpolated(kernel, X, table, values - prior_mean, jitter, whiten)
@@ -274,6 +304,13 @@ class AutoQSGP(AbstractAutoSparseGP):
         limit = limit_of(kernel)
         squares = lax.map(lambda x: jnp.sum(limit(x[None], X) ** 2), X_new)
         return augmented_variance(variance, limit(X_new), squares, jnp.asarray(noise_scale, X.dtype) ** 2)
+
+    def _table_of(self, params: Mapping[str, Any], site: str) -> Table:
+        table = params.get(f"{site}_{self.prefix}_basis")
+        if not isinstance(table, Table):
+            msg = f"`params` has no weights for a GP site {site!r}. Pass parameters of this guide and one of its sites."
+            raise ValueError(msg)  # noqa: TRY004 - the right type, of another guide
+        return table
 
     def _weights_table(self, params: Mapping[str, Any], site: str) -> Table:
         table = params.get(f"{site}_{self.prefix}_basis")
