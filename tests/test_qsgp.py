@@ -408,3 +408,18 @@ def test_predictions_are_those_of_the_dense_posterior_in_blocks(name, form):
     assert_allclose(q.covariance(), covariance, rtol=1e-6, atol=1e-8)
     if name != "inducing":
         assert_allclose(q.kl, kl, rtol=1e-8)
+
+
+def test_with_inducing_variables_that_are_no_function_values_the_mean_is_in_the_weights_alone():
+    model, _, _ = set_up("fourier", "covariance of inducing variables")
+    guide = sgp.AutoQSGP(model, basis_batch=BATCH, inducing=sgp.MultiscaleInducing.at(Z))
+    params = initial_parameters(model, guide, X, Y5)
+    assert "f_auto_m" not in params
+    table = params["f_auto_basis"]
+    weights = RNG.normal(size=table.size)
+    params["f_auto_basis"] = Table(jnp.asarray(weights)[:, None], table.control, table.batch, table.dense_columns)
+    kernel = KERNELS["fourier"](float(params["a"]), float(params["b"]))
+    Phi = np.asarray(kernel.features(X_NEW)) / np.sqrt(np.asarray(kernel.prior_precision()))
+    q = guide.posterior(jax.random.key(0), params, X_NEW)["f"]
+    assert_allclose(q.mean, Phi @ weights + 0.2, rtol=1e-8)
+    assert_allclose(q.kl, 0.5 * weights @ weights, rtol=1e-8)
