@@ -10,7 +10,7 @@ start are there too.
 
 Runs are added to those that the output folder has already. `--summary` prints means over the folds.
 
-    python benchmarks/qsgp_tables.py --data kin40k.npz [--folds 0 1] [--steps 800] [--output results]
+    python benchmarks/qsgp_tables.py --data kin40k.npz [--folds 0 1] [--steps 1500] [--output results]
 """
 
 import argparse
@@ -202,12 +202,12 @@ if __name__ == "__main__":
     parser.add_argument("--data", type=Path, nargs="*", default=[], help="sets as .npz with X, y and test_mask")
     parser.add_argument("--folds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--svgp-steps", type=int, default=1500)
     parser.add_argument("--rank", type=int, default=100_000)
-    parser.add_argument("--basis-batch", type=int, default=2000)
-    parser.add_argument("--control", type=int, default=2000, help="inputs of the control variate")
-    parser.add_argument("--step-size", type=float, default=0.03)
+    parser.add_argument("--basis-batch", type=int, default=1000)
+    parser.add_argument("--control", type=int, default=500, help="inputs of the control variate")
+    parser.add_argument("--step-size", type=float, default=0.1)
     parser.add_argument("--start-rows", type=int, default=3500, help="of the data, at which the mean starts as SVGP's")
     parser.add_argument("--summary", action="store_true", help="print means over the folds of an earlier result")
     parser.add_argument("--reduced", action="store_true")
