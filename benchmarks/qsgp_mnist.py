@@ -139,7 +139,7 @@ def main(arguments: argparse.Namespace) -> None:
             start = {name: before[name] for name in ("lengthscale", "variance")}
             params = svi.get_params(svi.init(jax.random.key(0), *first, init_params=start))
             if form == "inducing":
-                params = guide.started_at(params, process)
+                params = guide.with_posterior(params, process)
             else:
                 params = guide.with_mean(jax.random.key(0), params, mean, X_at)
             return svi.init(jax.random.key(0), *first, init_params=params)

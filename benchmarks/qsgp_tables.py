@@ -3,10 +3,10 @@
 m random Fourier features of a squared exponential kernel with a lengthscale for each column. SVGP with 512 inducing
 inputs is trained first, by natural gradients and Adam. All others start from it, at its hyperparameters, which train on
 at a small rate. "inducing" starts at its posterior, and weights add to the mean what the 512 inducing variables cannot
-say (`started_at`). "mean-field" and "chevron" have a covariance of the weights, the latter with 100 dense columns, and
-start at the mean of SVGP at its inducing inputs and some rows of the data (`with_mean`). RMSE and mean negative
-log probability (MNLP) are of outputs scaled by the training standard deviation; those of the mean where the weights
-start are there too.
+say (`with_posterior`). "mean-field" and "chevron" have a covariance of the weights, the latter with 100 dense columns,
+and start at the mean of SVGP at its inducing inputs and some rows of the data (`with_mean`). RMSE and mean negative log
+probability (MNLP) are of outputs scaled by the training standard deviation; those of the mean where the weights start
+are there too.
 
 Runs are added to those that the output folder has already. `--summary` prints means over the folds.
 
@@ -95,7 +95,7 @@ def started(method: str, guide, svi: SVI, first: tuple, data: tuple, before: dic
     params = svi.get_params(svi.init(jax.random.key(0), *first, init_params=start))
     if method == "inducing":
         process = sgp.process_posterior(before["guide"], jax.random.key(0), before["params"], data[0][:2])["f"]
-        return svi.init(jax.random.key(0), *first, init_params=guide.started_at(params, process))
+        return svi.init(jax.random.key(0), *first, init_params=guide.with_posterior(params, process))
     if "weights" not in before:
         X, Z = data[0], np.asarray(before["f_auto_inducing"].Z)
         rows = np.random.default_rng(0).permutation(len(X))[: settings["start_rows"]]

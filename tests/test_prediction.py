@@ -88,6 +88,13 @@ def layers(X, y=None):
     numpyro.sample("y", dist.Normal(g, NOISE).to_event(1), obs=y)
 
 
+def fed_by_a_parameter(X, y=None):
+    weight = numpyro.param("weight", 0.0)
+    h = numpyro.sample("f", sgp.GaussianProcess(Matern52(1.1, 0.8), X))
+    g = numpyro.sample("g", sgp.GaussianProcess(Matern52(1.1, 0.8), X + weight * h[:, None]))
+    numpyro.sample("y", dist.Normal(g, NOISE).to_event(1), obs=y)
+
+
 def in_a_closure(X, y=None):
     h = numpyro.sample("f", sgp.GaussianProcess(Matern52(1.1, 0.8), X))
 
@@ -98,16 +105,18 @@ def in_a_closure(X, y=None):
     numpyro.sample("y", dist.Normal(g, NOISE).to_event(1), obs=y)
 
 
-@pytest.mark.parametrize("model", [continuous, two_functions, layers, in_a_closure])
+@pytest.mark.parametrize("model", [continuous, two_functions, layers, fed_by_a_parameter, in_a_closure])
 def test_the_posterior_makes_a_square_matrix_only_for_a_gp_that_takes_values_of_another(model, monkeypatch):
     guide = sgp.AutoSVGP(model, Z)
     params = initial_parameters(model, guide, X, y)
+    if model is fed_by_a_parameter:
+        params["weight"] = jnp.ones(())  # what counts is the fitted value
 
     def square(q):
         pytest.fail(f"the covariance of {q.event_shape[0]} values")
 
     monkeypatch.setattr(sgp.SparsePosterior, "covariance", square)
-    if model in (layers, in_a_closure):
+    if model in (layers, fed_by_a_parameter, in_a_closure):
         with pytest.raises(pytest.fail.Exception, match="4 values"):
             guide.posterior(jax.random.key(0), params, X_new)
     else:

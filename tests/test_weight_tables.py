@@ -230,7 +230,7 @@ def test_it_starts_at_the_posterior_of_an_svgp(natural):
     found = guides.arbitrary_parameters(dense_model, svgp, X, Y)
     process = sgp.process_posterior(svgp, jax.random.key(0), found, X)["f"]
     guide = guide_of("inducing")
-    params = guide.started_at(with_random_values(guide), process)
+    params = guide.with_posterior(with_random_values(guide), process)
     q, wanted = (g.posterior(jax.random.key(0), p, X_NEW)["f"] for g, p in ((guide, params), (svgp, found)))
     assert_allclose(q.mean, wanted.mean, rtol=1e-6)
     assert_allclose(q.covariance(), wanted.covariance(), rtol=1e-6, atol=1e-8)
@@ -265,9 +265,9 @@ def test_mistakes_are_told():
         guide.with_optimal_diagonal(jax.random.key(0), params, X, noise_scale=NOISE)
     process = sgp.process_posterior(guide, jax.random.key(0), params, X)["f"]
     with pytest.raises(ValueError, match="no weights for a GP site 'g'"):
-        guide.started_at(params, process, site="g")
+        guide.with_posterior(params, process, site="g")
     with pytest.raises(ValueError, match="inducing inputs alone"):
-        guide.started_at(params, process)
+        guide.with_posterior(params, process)
     with pytest.raises(ValueError, match="no covariance of the weights"):
         guide.with_mean(jax.random.key(0), params, Y, X)
     guide = guide_of("chevron")
@@ -275,7 +275,7 @@ def test_mistakes_are_told():
     with pytest.raises(ValueError, match=r"\(6,\).*got \(5,\)"):
         guide.with_mean(jax.random.key(0), params, Y[:5], X)
     with pytest.raises(ValueError, match="chevron covariance, which has no inducing"):
-        guide.started_at(params, process)
+        guide.with_posterior(params, process)
     with pytest.raises(ValueError, match=r"\(4, 1\).*2 columns"):
         guide.augmented_variance(jax.random.key(0), params, X_NEW[:, :1], X, noise_scale=NOISE)
     with pytest.raises(TypeError, match=r"guide\.posterior"):

@@ -161,7 +161,7 @@ class AbstractAutoSparseGP(AutoGuide):
 
         def priors(value: float) -> dict[str, list]:
             given, swap = GivenGaussianProcesses(value), SwapGaussianProcesses(base_trace, _no_posterior, True)
-            with explained(), handlers.block(), swap, given:
+            with explained(), handlers.block(hide_fn=swap.hides), swap, given:
                 self.model(*args, **kwargs)
             return {name: jax.tree.leaves(prior) for name, prior in given.priors.items()}
 

@@ -179,7 +179,7 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
         self, kernel: Any, X: Array, rows: Rows, given: "_InducingPart | None", scale: Array | None
     ) -> Moments:
         sample = inclusion(rows.size, len(rows.index))
-        Phi = self._rest(given, lambda X: self._features(kernel, X, rows.index), X)
+        Phi = _rest(given, self._features(kernel, _inputs(given, X), rows.index))
         now = rows.table.weights(rows.values + rows.change, rows.index)
         w = rows.table.weights(rows.values, rows.index).linear
         change = now.linear - w
@@ -219,10 +219,6 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
         )
         return q._replace(mean=f[:, 0] + share, kl=kl, sampled=sampled)
 
-    @staticmethod
-    def _rest(given: "_InducingPart | None", at: Callable[[Array], Array], X: Array) -> Array:
-        return at(X) if given is None else given.rest(at, X)
-
     def _mean_and_square(
         self,
         X: Array,
@@ -240,7 +236,7 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
         assert control is not None
         Phi_p = control.features(rows.index)
         if self.control_form == "nystrom":
-            cross = self._rest(given, lambda X: control.cross(X).T, X).T
+            cross = _rest(given, control.cross(_inputs(given, X)).T).T
             residual = nystrom_residual(control.L, cross, Phi_p, rows.tracked)
             return linear_and_square(Phi, w, change, sample, residual)
         f, squares = linear_and_square(Phi, w, change, sample)
@@ -252,15 +248,13 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
         """With all weights, block by block."""
         if not predicting:
             _warn_of_size(table, X)
-        Z = None if given is None else given.Z
-        at = X if Z is None else jnp.concatenate([X, Z])
-        f, d_variance, kl = streamed(kernel, at, table, not self.relevance)
+        f, d_variance, kl = streamed(kernel, _inputs(given, X), table, not self.relevance)
         if has_correlated_weights(kernel) and not self.relevance:
             # All pairs of weights: what no prediction needs is not computed, and not a number.
             kl = jnp.full((), jnp.nan, X.dtype) if predicting else dense_divergence(kernel, table)
         if given is not None:
             q = given.moments
-            return q._replace(mean=given.rest(lambda _: f, X)[:, 0] + q.mean, kl=kl + q.kl)
+            return q._replace(mean=_rest(given, f)[:, 0] + q.mean, kl=kl + q.kl)
         variance = jnp.sum(f[:, 1:] ** 2, axis=-1) + d_variance
         q = _at_prior(limit_of(kernel), X)
         return q._replace(mean=f[:, 0], variance=variance, kl=kl, kernel=Chevron(kernel, table, not self.relevance))
@@ -273,13 +267,18 @@ class _InducingPart(NamedTuple):
     Z: Array | None
     H: Array | None
 
-    def rest(self, at: Callable[[Array], Array], X: Array) -> Array:
-        """Of functions of x, given along the first axis, what their values at Z do not say: g(x) − H(x)ᵀg(Z)."""
-        if self.Z is None or self.H is None:
-            return at(X)
-        values = at(jnp.concatenate([X, self.Z]))
-        N = X.shape[-2]
-        return values[:N] - matmul(jnp.swapaxes(self.H, -1, -2), values[N:])
+
+def _inputs(given: _InducingPart | None, X: Array) -> Array:
+    """Where functions are needed for what u does not say of them at X: there and, below, at Z."""
+    return X if given is None or given.Z is None else jnp.concatenate([X, given.Z])
+
+
+def _rest(given: _InducingPart | None, values: Array) -> Array:
+    """g(x) − H(x)ᵀg(Z) of functions g, given by their values at `_inputs` along the first axis."""
+    if given is None or given.H is None:
+        return values
+    N = given.H.shape[-1]
+    return values[:N] - matmul(jnp.swapaxes(given.H, -1, -2), values[N:])
 
 
 def _check_options(family: QuadruplyStochastic) -> None:

@@ -49,8 +49,9 @@ class AutoQSGP(AbstractAutoSparseGP):
 
     By default the covariance is that of inducing variables u = L v under the kernel which the features approximate, and
     weights add to the mean what u cannot say: E f(x) = A(x)ᵀm + (φ(x) − Φ_uᵀKuu⁻¹k_u(x))ᵀμ with A = L⁻¹k_u. So it can
-    start at a trained `AutoSVGP` (`started_at`). A covariance of the weights ("chevron") is diagonal but for k dense
-    columns, and mean-field variances of random features come close to the prior's as m grows, whatever the data say.
+    start at a trained `AutoSVGP` (`with_posterior`). A covariance of the weights ("chevron") is diagonal but for k
+    dense columns, and mean-field variances of random features come close to the prior's as m grows, whatever the data
+    say.
 
     Args:
         model: a NumPyro model whose GP sites have kernels of `numpyro_sgp.features`, one latent each.
@@ -160,8 +161,8 @@ class AutoQSGP(AbstractAutoSparseGP):
         values = jnp.concatenate([zeros, log_diagonal[:, None], table.values[:, 2 + k :]], axis=1)
         return self._with_values(params, site, table, values)
 
-    def started_at(self, params: Mapping[str, Any], process: ProcessPosterior, site: str = "f") -> dict[str, Any]:
-        """Parameters of the posterior of another guide: its inducing inputs, mean and covariance, and weights of zero.
+    def with_posterior(self, params: Mapping[str, Any], process: ProcessPosterior, site: str = "f") -> dict[str, Any]:
+        """Parameters with the posterior of an SVGP: its inducing inputs, mean and covariance, and weights of zero.
 
         Training then adds what the inducing variables cannot say, and what is estimated from sampled weights is that
         alone. Hyperparameters are to be those of the other guide: give them to `init_params`.
@@ -178,21 +179,21 @@ class AutoQSGP(AbstractAutoSparseGP):
         table = self._table_of(params, site)
         if self._family.covariance != "inducing":
             msg = (
-                "`started_at` was called with a chevron covariance, which has no inducing variables. Use `with_mean`, "
-                'or leave `covariance="inducing"`.'
+                "`with_posterior` was called with a chevron covariance, which has no inducing variables. Use "
+                '`with_mean`, or leave `covariance="inducing"`.'
             )
             raise ValueError(msg)
         R, plain = process.R, process.W_sqrt is None and process.mean_basis is None and not process.batch_shape
         if R is None or not plain or not isinstance(process.inducing, InducingPoints):
             msg = (
-                "`process` is no posterior of function values at inducing inputs alone, with a mean and a covariance "
-                "of their own. Pass that of an `AutoSVGP`; for the mean of any other, use `with_mean`."
+                "`process` is no posterior of one latent's values at inducing inputs alone, with a mean and a "
+                "covariance of their own. Pass what `process_posterior` gives for an `AutoSVGP`."
             )
             raise ValueError(msg)
         name = f"{site}_{self.prefix}"
-        # RᵀR by its lower root; signs of columns do not matter.
+        # RᵀR by its lower root, without squaring R; signs of columns do not matter.
         S_sqrt = jnp.linalg.qr(R, mode="r").T
-        S_sqrt = S_sqrt * jnp.sign(jnp.diagonal(S_sqrt))
+        S_sqrt = jnp.where(jnp.diagonal(S_sqrt) < 0.0, -S_sqrt, S_sqrt)
         start = {f"{name}_inducing": process.inducing, f"{name}_m": process.m, f"{name}_S_sqrt": S_sqrt}
         return {**self._with_values(params, site, table, table.values.at[:, 0].set(0.0)), **start}
 
@@ -204,7 +205,7 @@ class AutoQSGP(AbstractAutoSparseGP):
         Of all weights that give them the smallest, w = S⁻¹Φᵀ(ΦS⁻¹Φᵀ + εI)⁻¹(values − prior mean), with ε the jitter of
         the dtype. For the mean of another guide, such as `AutoSVGP`, at its inducing inputs and some rows of the data;
         where features are random, the more inputs the closer in between. O(m P²) for P inputs, once. With a covariance
-        of inducing variables, see `started_at`.
+        of inducing variables, see `with_posterior`.
 
         Args:
             rng_key: draws the hyperparameters, where the base guide is random.
