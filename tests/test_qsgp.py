@@ -273,6 +273,7 @@ FORMS = {
     "mean-field": {"covariance": "chevron"},
     "chevron": {"covariance": "chevron", "dense_columns": 2, "control": X[:2]},
     "relevance": {"covariance": "chevron", "dense_columns": 1, "relevance": True},
+    "jackknife": {"inducing": Z, "jackknife": True},
 }
 
 
@@ -393,6 +394,30 @@ def test_with_another_likelihood_the_loss_is_above_the_dense_one_and_equal_to_it
     rows = rows_at(params, jnp.arange(RANK), jnp.zeros((RANK, width)))
     exact = loss_at({**params, "f_auto_basis": rows}, model, guide, X, y_of(likelihood))
     assert_allclose(exact, value, rtol=1e-8)
+
+
+def test_the_jackknife_takes_estimates_from_the_two_halves_of_a_sample():
+    index, outcomes = jnp.array([4, 0, 3, 1]), y_of("logistic")
+    nodes, weights = oracles.gauss_hermite(60)
+    plain, jackknifed = (
+        loss_at({**params, "f_auto_basis": rows_at(params, index, jnp.zeros((4, 1)))}, model, guide, X, outcomes)
+        for model, guide, params in (
+            set_up("fourier", form, "logistic", batch=4) for form in ("covariance of inducing variables", "jackknife")
+        )
+    )
+    _, _, params = set_up("fourier", "jackknife", "logistic")
+    table = params["f_auto_basis"]
+
+    def psi(index):
+        values = jnp.zeros_like(table.values).at[index].set(RANK / len(index) * table.values[index])
+        moved = Table(values, table.control, table.batch, table.dense_columns)
+        mean, covariance, _ = dense_posterior("fourier", "jackknife", {**params, "f_auto_basis": moved})
+        f = mean + 0.2 + np.sqrt(np.diag(covariance)) * nodes[:, None]
+        return np.sum(weights @ -np.logaddexp(0.0, 3.0 * f * (1.0 - 2.0 * outcomes)))
+
+    correction = (1.0 - 4 / RANK) * (psi(index) - 0.5 * (psi(index[:2]) + psi(index[2:])))
+    assert abs(correction) > 1e-2
+    assert_allclose(plain - jackknifed, correction, rtol=2e-3)  # its quadrature has fewer nodes
 
 
 @pytest.mark.parametrize(
