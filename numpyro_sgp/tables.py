@@ -26,8 +26,8 @@ def limit_of(kernel: Any) -> Callable:
 
 
 def features_at(kernel: Any, X: Array, index: Array, whitened: bool) -> Array:
-    """Features at some indices, (N, M): whitened, those of weights of prior precision one."""
-    Phi = kernel.features(X, index)
+    """Features at some indices, (N, M), in the precision of X: whitened, those of weights of prior precision one."""
+    Phi = kernel.features(X, index).astype(X.dtype)
     if not whitened or has_correlated_weights(kernel):
         return Phi
     S = jnp.asarray(kernel.prior_precision(index))

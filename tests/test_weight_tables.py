@@ -219,6 +219,17 @@ def test_a_mean_of_given_values_has_the_smallest_weights(relevance):
     assert_allclose(new[:, 0], Phi.T @ dual / S, rtol=1e-6, atol=1e-10)
 
 
+def test_a_mean_of_given_values_is_found_in_single_precision_at_many_inputs_that_are_nearly_the_same():
+    guide = guide_of("chevron")
+    many = (np.tile(X_NEW, (700, 1)) + 1e-4 * RNG.normal(size=(2800, 2))).astype(np.float32)
+    values = np.tile(RNG.normal(size=4), 700).astype(np.float32)
+    params = guides.initial_parameters(model, guide, many[:8], values[:8])
+    assert params["f_auto_basis"].values.dtype == np.float32
+    params = guide.with_mean(jax.random.key(0), params, values, many)
+    found = guide.posterior(jax.random.key(0), params, many)["f"].mean
+    assert np.sqrt(np.mean((found - values) ** 2)) < 0.01
+
+
 @pytest.mark.parametrize("natural", [False, True])
 def test_it_starts_at_the_posterior_of_an_svgp(natural):
     def dense_model(X, y=None):
@@ -274,6 +285,8 @@ def test_mistakes_are_told():
     params = initial_parameters(guide)
     with pytest.raises(ValueError, match=r"\(6,\).*got \(5,\)"):
         guide.with_mean(jax.random.key(0), params, Y[:5], X)
+    with pytest.raises(ValueError, match=r"6 values.*no number.*Pass fewer"):
+        guide.with_mean(jax.random.key(0), params, np.full(6, np.nan), X)
     with pytest.raises(ValueError, match="chevron covariance, which has no inducing"):
         guide.with_posterior(params, process)
     with pytest.raises(ValueError, match=r"\(4, 1\).*2 columns"):

@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from jax import Array, lax
+from jax.core import Tracer
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
@@ -203,9 +204,9 @@ class AutoQSGP(AbstractAutoSparseGP):
         """Parameters of a chevron covariance whose posterior mean has given values at some inputs.
 
         Of all weights that give them the smallest, w = S⁻¹Φᵀ(ΦS⁻¹Φᵀ + εI)⁻¹(values − prior mean), with ε the jitter of
-        the dtype. For the mean of another guide, such as `AutoSVGP`, at its inducing inputs and some rows of the data;
-        where features are random, the more inputs the closer in between. O(m P²) for P inputs, once. With a covariance
-        of inducing variables, see `with_posterior`.
+        the dtype or, of many inputs, what rounding makes of the matrix. For the mean of another guide, such as
+        `AutoSVGP`, at its inducing inputs and some rows of the data; where features are random, the more inputs the
+        closer in between. O(m P²) for P inputs, once. With a covariance of inducing variables, see `with_posterior`.
 
         Args:
             rng_key: draws the hyperparameters, where the base guide is random.
@@ -216,7 +217,8 @@ class AutoQSGP(AbstractAutoSparseGP):
             kwargs: keyword arguments of the model.
 
         Raises:
-            ValueError: no chevron covariance at the site; values of another length than the inputs.
+            ValueError: no chevron covariance at the site; values of another length than the inputs; inputs so many and
+                so close that no weights can be found in their precision.
         """
         table = self._weights_table(params, site)
         kernel, X, prior_mean = priors(self, rng_key, params, *args, **kwargs)[site]
@@ -224,8 +226,15 @@ class AutoQSGP(AbstractAutoSparseGP):
         if values.shape != X.shape[:1]:
             msg = f"`values` must have shape {X.shape[:1]}, one for each input of the GP site, got {values.shape}."
             raise ValueError(msg)
-        jitter, whiten = jnp.asarray(default_jitter(X.dtype)), not self._family.relevance
-        weights = interpolated(kernel, X, table, values - prior_mean, jitter, whiten)
+        jitter = max(default_jitter(X.dtype), len(X) * float(jnp.finfo(X.dtype).eps))
+        whiten = not self._family.relevance
+        weights = interpolated(kernel, X, table, values - prior_mean, jnp.asarray(jitter, X.dtype), whiten)
+        if not isinstance(weights, Tracer) and np.isnan(weights).any():
+            msg = (
+                f"No weights were found that give the {len(X)} values: in {X.dtype} the covariance of features at these "
+                "inputs is singular, or a value is no number. Pass fewer inputs, or inputs in double precision."
+            )
+            raise ValueError(msg)
         return self._with_values(params, site, table, table.values.at[:, 0].set(weights))
 
     def with_optimal_diagonal(
