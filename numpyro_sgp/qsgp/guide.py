@@ -231,8 +231,8 @@ class AutoQSGP(AbstractAutoSparseGP):
         weights = interpolated(kernel, X, table, values - prior_mean, jnp.asarray(jitter, X.dtype), whiten)
         if not isinstance(weights, Tracer) and np.isnan(weights).any():
             msg = (
-                f"No weights were found that give the {len(X)} values: in {X.dtype} the covariance of features at these "
-                "inputs is singular, or a value is no number. Pass fewer inputs, or inputs in double precision."
+                f"No weights were found that give the {len(X)} values: in {X.dtype} the covariance of features at "
+                "these inputs is singular, or a value is no number. Pass fewer inputs, or inputs in double precision."
             )
             raise ValueError(msg)
         return self._with_values(params, site, table, table.values.at[:, 0].set(weights))
