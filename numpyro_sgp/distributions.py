@@ -1,6 +1,7 @@
 """The prior site `GaussianProcess`, the posterior that guides put in its place, and their one KL divergence."""
 
 from collections.abc import Callable
+from functools import partial
 import math
 from typing import Any
 
@@ -17,6 +18,7 @@ from numpyro.distributions.kl import kl_divergence
 
 from numpyro_sgp.concavity import is_quadratic
 from numpyro_sgp.conditionals import Moments, standard_deviation
+from numpyro_sgp.eager import as_one_program
 from numpyro_sgp.linalg import cholesky, default_jitter, log_determinant, matmul, matvec, solve_lower
 from numpyro_sgp.pytrees import PytreeFunction
 from numpyro_sgp.quadrature import gauss_hermite
@@ -48,6 +50,8 @@ def _prior_mean(mean: ArrayLike | Callable, X: Array) -> Array:
             "Squeeze or index it to one value for each row of X."
         )
         raise ValueError(msg)
+    if value.ndim == 0 and not isinstance(value, Tracer):
+        return jnp.asarray(np.full(N, value, X.dtype))
     return jnp.broadcast_to(value, (*value.shape[:-1], N)).astype(X.dtype)
 
 
@@ -205,9 +209,9 @@ class SparsePosterior(dist.Distribution):
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         shape = (*sample_shape, *self.batch_shape, *self.event_shape)
-        noise = jax.random.normal(key, shape, self.moments.mean.dtype)
         if not self.joint:
-            return self.mean + standard_deviation(self.variance) * noise
+            return _row_by_row(key, self.moments.mean, self.prior.prior_mean, self.moments.variance, shape)
+        noise = jax.random.normal(key, shape, self.moments.mean.dtype)
         # The posterior covariance may be singular; its jitter is relative to the prior's scale, as its rounding is.
         scale = jnp.mean(self.kernel(self.prior.X), axis=-1)[..., None, None]
         identity = jnp.eye(self.event_shape[0], dtype=noise.dtype)
@@ -245,6 +249,12 @@ class SparsePosterior(dist.Distribution):
             "Use `numpyro_sgp.QuadratureELBO` or `numpyro.infer.TraceMeanField_ELBO`, which use its KL divergence."
         )
         raise NotImplementedError(msg)
+
+
+@partial(as_one_program, static_argnums=4)
+def _row_by_row(key: Array, mean: Array, prior_mean: Array, variance: Array, shape: tuple[int, ...]) -> Array:
+    mean, deviation = (jnp.broadcast_to(each, shape) for each in (mean + prior_mean, standard_deviation(variance)))
+    return mean + deviation * jax.random.normal(key, shape, mean.dtype)
 
 
 def expected_quadratic(fn: Callable[[Array], Array], mean: Array, variance: Array) -> Array:

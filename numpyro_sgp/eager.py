@@ -5,7 +5,9 @@ import functools
 from typing import Any, TypeVar, cast
 
 import jax
+from jax import Array
 from jax.core import Tracer
+import numpy as np
 
 __all__ = ["as_one_program"]
 
@@ -13,9 +15,9 @@ Fn = TypeVar("Fn", bound=Callable)
 
 
 def as_one_program(fn: Fn, static_argnums: int | tuple[int, ...] = ()) -> Fn:
-    """`fn`, compiled as a whole when it is called with values only; within a trace it is a part of that as it stands.
+    """`fn`, compiled as a whole when it is called with numbers only; within a trace it is a part of that as it stands.
 
-    Called with values (`SVI.init` runs model and guide so) each of its operations would be compiled by itself, some
+    Called with numbers (`SVI.init` runs model and guide so) each of its operations would be compiled by itself, some
     thirty milliseconds for each: most of the time before the first step.
 
     Args:
@@ -26,7 +28,11 @@ def as_one_program(fn: Fn, static_argnums: int | tuple[int, ...] = ()) -> Fn:
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs)))
-        return fn(*args, **kwargs) if traced else compiled(*args, **kwargs)
+        numbers = all(_is_number(leaf) for leaf in jax.tree.leaves((args, kwargs)))
+        return compiled(*args, **kwargs) if numbers else fn(*args, **kwargs)
 
     return cast(Fn, wrapped)
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, Array | np.ndarray | np.generic | float | int) and not isinstance(leaf, Tracer)

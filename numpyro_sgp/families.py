@@ -10,18 +10,23 @@ from typing import Any
 
 import jax
 from jax import Array
+import jax.numpy as jnp
 from jax.typing import ArrayLike
+import numpy as np
 
 from numpyro_sgp.conditionals import Moments
 from numpyro_sgp.distributions import GaussianProcess
+from numpyro_sgp.eager import as_one_program
 from numpyro_sgp.inducing import AbstractInducing, GrowingInducing, as_inducing, check_width
 
 __all__ = [
     "AbstractPosteriorFamily",
     "Inducing",
+    "at_prior",
     "check_names",
     "for_site",
     "inducing_param",
+    "is_initial",
     "refuse_growing",
     "started_at",
 ]
@@ -49,7 +54,8 @@ class AbstractPosteriorFamily(ABC):
 
         Args:
             param: `param(symbol, init)` declares a parameter of this site and returns its value, and
-                `param.state(symbol, init)` mutable state, a dict of arrays that a loss keeps.
+                `param.state(symbol, init)` mutable state, a dict of arrays that a loss keeps; `param.initial`, if it
+                has that, are the symbols whose parameters had no value yet.
             prior: the prior at the inputs where the posterior is wanted.
             batch_shape: one latent for each entry.
         """
@@ -84,6 +90,30 @@ def inducing_param(
     value = param(symbol, init)
     check_width(value, prior.X, argument)
     return value if learn_inducing else jax.lax.stop_gradient(value)
+
+
+def is_initial(param: Any, *symbols: str) -> bool:
+    """Whether parameters had no value yet, as when `SVI.init` runs a guide, and so are their initial values."""
+    return set(symbols) <= getattr(param, "initial", set())
+
+
+def at_prior(kernel: Callable, X: Array) -> Moments:
+    """Moments of q = p: what a posterior that starts at the prior is at first, without one matrix.
+
+    Args:
+        kernel: the prior's kernel.
+        X: inputs, (N, D).
+    """
+    variance, dtype = _variance(kernel, X), X.dtype
+    zeros = np.zeros(variance.shape, dtype)
+    return Moments(
+        jnp.asarray(zeros), variance, jnp.asarray(np.zeros((), dtype)), jnp.asarray(zeros[..., None, :]), None
+    )
+
+
+@as_one_program
+def _variance(kernel: Callable, X: Array) -> Array:
+    return kernel(X)
 
 
 def refuse_growing(inducing: AbstractInducing, form: str) -> None:

@@ -18,6 +18,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 from jax.typing import ArrayLike
+import numpy as np
 
 from numpyro_sgp.inducing import AbstractInducing
 from numpyro_sgp.linalg import matmul, matvec_transposed
@@ -86,7 +87,9 @@ class TiedSites(AbstractSites):
         anchor: AbstractInducing | None = None,
     ) -> "TiedSites":
         """Sites that change nothing: q is the prior."""
-        return cls(jnp.zeros((*batch_shape, M), dtype), jnp.zeros((*batch_shape, M, M), dtype), anchor)
+        # NumPy's zeros, since for each shape of its own `jnp.zeros` would compile a program.
+        lambda1, Lambda2 = np.zeros((*batch_shape, M), dtype), np.zeros((*batch_shape, M, M), dtype)
+        return cls(jnp.asarray(lambda1), jnp.asarray(Lambda2), anchor)
 
     def perturbation(self, *, for_step: bool) -> "Perturbation":
         """A zero perturbation; with an anchor, a natural step starts from the sites as moved to where u is now."""

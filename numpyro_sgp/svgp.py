@@ -13,9 +13,11 @@ from numpyro_sgp.distributions import GaussianProcess
 from numpyro_sgp.families import (
     AbstractPosteriorFamily,
     Inducing,
+    at_prior,
     check_names,
     for_site,
     inducing_param,
+    is_initial,
     refuse_growing,
     started_at,
 )
@@ -44,6 +46,8 @@ class Whitened(AbstractPosteriorFamily):
         M, dtype = inducing.num_inducing, prior.X.dtype
         start = jnp.zeros(M, dtype), jnp.eye(M, dtype=dtype)
         m, S_sqrt = started_mean_and_root(param, batch_shape, start, self.init_from, "whitened", inducing, prior.X)
+        if self.init_from is None and is_initial(param, "m", "S_sqrt"):
+            return at_prior(prior.kernel, prior.X)
         blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
         return whitened(m, jnp.tril(S_sqrt), blocks.A, blocks.kff)
 
@@ -89,6 +93,8 @@ class NaturalWhitened(AbstractPosteriorFamily):
         inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
         zeros = TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype)
         value = param("sites", started_sites(zeros, self.init_from, "natural", inducing, prior.X))
+        if self.init_from is None and is_initial(param, "sites"):
+            return at_prior(prior.kernel, prior.X)
         sites = sites_of(value)
         blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
         q = natural_whitened(sites.lambda1, sites.Lambda2, blocks.A, blocks.kff)

@@ -22,9 +22,11 @@ from numpyro_sgp.distributions import GaussianProcess
 from numpyro_sgp.families import (
     AbstractPosteriorFamily,
     Inducing,
+    at_prior,
     check_names,
     for_site,
     inducing_param,
+    is_initial,
     refuse_growing,
     started_at,
 )
@@ -107,6 +109,8 @@ class Dual(AbstractPosteriorFamily):
         anchored = self.learn_inducing and self.tie == "projection"
         zeros = TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype, inducing if anchored else None)
         value = param("sites", started_sites(zeros, self.init_from, self.tie, inducing, prior.X))
+        if self.init_from is None and is_initial(param, "sites"):
+            return at_prior(prior.kernel, prior.X)
         sites = sites_of(value)
         kernel, jitter, Kuv = prior.kernel, prior.relative_jitter, None
         if sites.anchor is not None:

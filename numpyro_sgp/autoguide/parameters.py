@@ -28,14 +28,24 @@ def parameter(name: str, init: Any, predicting: bool) -> Any:
 
 
 class SiteParameters:
-    """What a family declares the parameters of one site with, and its mutable state."""
+    """What a family declares the parameters of one site with, and its mutable state.
+
+    Attributes:
+        growing: the parameters that are growing bases.
+        initial: symbols of the parameters that had no value yet and were given their initial one.
+    """
 
     def __init__(self, site: str, prefix: str, predicting: bool) -> None:
         self.site, self.prefix, self.predicting = site, prefix, predicting
         self.growing: list[Growing] = []
+        self.initial: set[str] = set()
 
     def __call__(self, symbol: str, init: Any) -> Any:
-        value = parameter(f"{self.site}_{self.prefix}_{symbol}", init, self.predicting)
+        def start(rng_key: Array) -> Any:
+            self.initial.add(symbol)
+            return init(rng_key) if callable(init) else init
+
+        value = parameter(f"{self.site}_{self.prefix}_{symbol}", start, self.predicting)
         if not isinstance(value, Growing):
             return value
         self.growing.append(value)

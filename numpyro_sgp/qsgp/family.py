@@ -29,7 +29,7 @@ from numpyro_sgp.conditionals import (
     whitened,
 )
 from numpyro_sgp.distributions import GaussianProcess
-from numpyro_sgp.families import AbstractPosteriorFamily, Inducing, inducing_param
+from numpyro_sgp.families import AbstractPosteriorFamily, Inducing, at_prior, inducing_param, is_initial
 from numpyro_sgp.features import as_finite_rank
 from numpyro_sgp.finite_rank import has_correlated_weights
 from numpyro_sgp.inducing import AbstractInducing, InducingPoints, subset
@@ -88,20 +88,14 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
             raise ValueError(msg)
         rank = jax.eval_shape(kernel.features, X).shape[-1]
         self._check(kernel, rank)
-        fresh: list[bool] = []
-
-        def start(rng_key: Array) -> Table:
-            fresh.append(True)
-            return self._table(kernel, X, rank, rng_key, prior.relative_jitter)
-
-        basis = param("basis", start)
+        basis = param("basis", lambda rng_key: self._table(kernel, X, rank, rng_key, prior.relative_jitter))
         given = self._inducing_part(param, prior, kernel) if self.covariance == "inducing" else None
         scale = None
         if self.covariance == "chevron":
             scale = param("log_scale", jnp.zeros((), X.dtype))
-        if fresh:
+        if is_initial(param, "basis"):
             # The prior: not one feature is evaluated, of which there may be ten million.
-            return _at_prior(limit_of(kernel), X) if given is None else given.moments
+            return at_prior(limit_of(kernel), X) if given is None else given.moments
         if isinstance(basis, Rows):
             return self._estimated(kernel, X, basis, given, scale)
         return self._exact(kernel, X, basis, given, predicting=bool(getattr(param, "predicting", True)))
@@ -196,7 +190,7 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
             c = jnp.exp(scale) * jnp.sqrt(limit_of(kernel)(X))
             whole = len(rows.index) == rows.size
             deviation = jnp.sqrt(variance) if whole else bounding_scale(variance, c)
-            q = _at_prior(limit_of(kernel), X)._replace(variance=variance)
+            q = at_prior(limit_of(kernel), X)._replace(variance=variance)
         else:
             q = given.moments
             variance, deviation = q.variance, jnp.sqrt(q.variance)
@@ -256,7 +250,7 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
             q = given.moments
             return q._replace(mean=_rest(given, f)[:, 0] + q.mean, kl=kl + q.kl)
         variance = jnp.sum(f[:, 1:] ** 2, axis=-1) + d_variance
-        q = _at_prior(limit_of(kernel), X)
+        q = at_prior(limit_of(kernel), X)
         return q._replace(mean=f[:, 0], variance=variance, kl=kl, kernel=Chevron(kernel, table, not self.relevance))
 
 
@@ -317,11 +311,6 @@ def _some_inputs(kernel: Callable, X: Array, rng_key: Array) -> Array:
     """Up to 200 rows of the first batch, at random."""
     distinct = len(np.unique(np.asarray(X), axis=0))
     return subset(kernel, X, rng_key, num_inducing=min(_DEFAULT_INDUCING, distinct))
-
-
-def _at_prior(limit: Callable, X: Array) -> Moments:
-    zeros = jnp.zeros(X.shape[-2], X.dtype)
-    return Moments(zeros, limit(X), jnp.zeros((), X.dtype), jnp.zeros((1, X.shape[-2]), X.dtype), None)
 
 
 def _halves(Phi: Array, mean: Array, rows: Rows, share: Array) -> tuple[Array, Array]:
