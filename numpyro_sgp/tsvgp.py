@@ -106,8 +106,11 @@ class Dual(AbstractPosteriorFamily):
     def _tied(
         self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: AbstractInducing
     ) -> Moments:
-        anchored = self.learn_inducing and self.tie == "projection"
-        zeros = TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype, inducing if anchored else None)
+        anchor = None
+        if self.learn_inducing and self.tie == "projection":
+            # In buffers of its own: a state that has one twice cannot be donated.
+            anchor = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), inducing)
+        zeros = TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype, anchor)
         value = param("sites", started_sites(zeros, self.init_from, self.tie, inducing, prior.X))
         if self.init_from is None and is_initial(param, "sites"):
             return at_prior(prior.kernel, prior.X)

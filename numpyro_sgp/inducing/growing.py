@@ -113,7 +113,7 @@ def growing(kernel: Callable | None, X: ArrayLike, rng_key: Array | None = None,
     capacity = positive("capacity", capacity, "It is the largest number of inducing inputs.")
     X = jnp.asarray(X)
     zeros = jnp.zeros((capacity, X.shape[-1]), jnp.result_type(X, jnp.float32))
-    return GrowingInducing(zeros, zeros, jnp.zeros(capacity, zeros.dtype), X.shape[-2])
+    return GrowingInducing(zeros, jnp.zeros_like(zeros), jnp.zeros(capacity, zeros.dtype), X.shape[-2])
 
 
 @jax.tree_util.register_dataclass

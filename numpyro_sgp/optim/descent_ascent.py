@@ -14,6 +14,7 @@ from numpyro_sgp.optim.evaluating import (
     Params,
     all_finite,
     moved_or_kept,
+    stays_finite,
     transformation,
 )
 
@@ -91,14 +92,15 @@ class DescentAscent(AbstractEvaluatingOptimizer):
         (loss, aux), (down, up) = jax.value_and_grad(loss_fn, (0, 1), has_aux=True)(others, adversaries)
         updates, descent_state = self.descent.update(down, inner.descent_state, others, value=loss)
         others = cast(Params, optax.apply_updates(others, updates))
+        finite = all_finite((loss, down, up))
         up = jax.tree.map(jnp.negative, up)
         updates, ascent_state = self.ascent.update(up, inner.ascent_state, adversaries, value=-loss)
         moved = cast(Params, optax.apply_updates(adversaries, updates))
         moved = {name: value.projected() for name, value in moved.items()}
         params = {**others, **moved}
-        accepted = all_finite((loss, params))
         there = (params, descent_state, ascent_state)
         here = (inner.params, inner.descent_state, inner.ascent_state)
+        accepted = finite & all_finite(params) & stays_finite(there[1:], here[1:])
         (params, descent_state, ascent_state), refused = moved_or_kept(accepted, there, here, inner.refused)
         return (loss, aux), (step + 1, DescentAscentState(params, descent_state, ascent_state, refused)), accepted
 

@@ -8,6 +8,7 @@ from jax import Array
 import jax.numpy as jnp
 import optax
 
+from numpyro_sgp.checks import positive
 from numpyro_sgp.coefficients import AbstractCoefficients, Ascending, Coefficients, Response
 from numpyro_sgp.optim.evaluating import (
     AbstractEvaluatingOptimizer,
@@ -15,6 +16,8 @@ from numpyro_sgp.optim.evaluating import (
     Params,
     all_finite,
     moved_or_kept,
+    own_copy,
+    stays_finite,
     transformation,
 )
 from numpyro_sgp.sites import AbstractSites
@@ -102,7 +105,6 @@ class DualAscent(AbstractEvaluatingOptimizer):
             ("step_size", first, lambda x: 0.0 < x <= 1.0, "lie in (0, 1]"),
             ("momentum", momentum, lambda x: 0.0 <= x < 1.0, "lie in [0, 1)"),
             ("averaging", averaging, lambda x: x is None or 0.0 < x <= 1.0, "lie in (0, 1] or be None"),
-            ("refresh", refresh, lambda x: isinstance(x, int) and x >= 1, "be a positive integer"),
         ):
             try:
                 right = bool(inside(value))
@@ -116,7 +118,7 @@ class DualAscent(AbstractEvaluatingOptimizer):
         self.others = None if others is None else transformation("others", others, "1e-3")
         self.momentum = momentum
         self.averaging = averaging
-        self.refresh = refresh
+        self.refresh = positive("refresh", refresh, "The default is 1000.")
 
     def init(self, params: Params) -> tuple[Array, DualAscentState]:
         """The state before the first step; raises where no parameter is a set of coefficients of the data."""
@@ -136,7 +138,9 @@ class DualAscent(AbstractEvaluatingOptimizer):
                 )
                 raise ValueError(msg)
         vectors = {
-            name: _Vectors(value.values, jnp.zeros_like(value.values), value.values, _projections(value, 2))
+            name: _Vectors(
+                own_copy(value.values), jnp.zeros_like(value.values), own_copy(value.values), _projections(value, 2)
+            )
             for name, value in found.items()
         }
         others_state = None if self.others is None else self.others.init(_others(params))
@@ -157,8 +161,10 @@ class DualAscent(AbstractEvaluatingOptimizer):
     ) -> tuple[tuple[Array, Any], tuple[Array, DualAscentState], Array]:
         step, inner = state
         others = {} if self.others is None else _others(inner.params)
-        # The first step computes the projections, since parameters may come from anywhere.
-        refresh = True if self.others is not None or self.refresh == 1 else step % self.refresh == 0
+        # The first step computes the projections, since parameters may come from anywhere; what a refused step has
+        # computed is lost, so steps that were accepted count.
+        done = step - inner.refused.astype(step.dtype)
+        refresh = True if self.others is not None or self.refresh == 1 else done % self.refresh == 0
         rows_seen: dict[str, list[int]] = {name: [] for name in inner.vectors}
 
         def loss_fn(zero: dict[str, Response], others: Params) -> tuple[Array, Any]:
@@ -178,20 +184,20 @@ class DualAscent(AbstractEvaluatingOptimizer):
         (loss, aux), (responses, grads) = jax.value_and_grad(loss_fn, (0, 1), has_aux=True)(zero, others)
         rate = self.step_size(step) if callable(self.step_size) else self.step_size
         moved = {
-            name: self._moved(step, rate, vectors, responses[name], _only(rows_seen[name], name))
+            name: self._moved(done, rate, vectors, responses[name], _only(rows_seen[name], name))
             for name, vectors in inner.vectors.items()
         }
         params, others_state = inner.params, inner.others_state
         if self.others is not None:
             updates, others_state = self.others.update(grads, others_state, others, value=loss)
             params = {**params, **cast(Params, optax.apply_updates(others, updates))}
-        accepted = all_finite((loss, moved, params))
+        accepted = all_finite((loss, moved, params)) & stays_finite(others_state, inner.others_state)
         there = (params, others_state, moved)
         here = (inner.params, inner.others_state, inner.vectors)
         (params, others_state, vectors), refused = moved_or_kept(accepted, there, here, inner.refused)
         return (loss, aux), (step + 1, DualAscentState(params, others_state, vectors, refused)), accepted
 
-    def _moved(self, step: Array, rate: Any, vectors: _Vectors, response: Response, rows: int) -> _Vectors:
+    def _moved(self, done: Array, rate: Any, vectors: _Vectors, response: Response, rows: int) -> _Vectors:
         """Nesterov's step, and what it does to the projections, which are linear."""
         dtype = vectors.ahead.dtype
         rate, momentum = jnp.asarray(rate, dtype), jnp.asarray(self.momentum, dtype)
@@ -204,7 +210,7 @@ class DualAscent(AbstractEvaluatingOptimizer):
         average = values
         if self.averaging is not None:
             # A plain mean until there are enough steps.
-            weight = jnp.maximum(1.0 / (step + 1), self.averaging).astype(dtype)
+            weight = jnp.maximum(1.0 / (done + 1), self.averaging).astype(dtype)
             average = vectors.average + weight * (values - vectors.average)
         if response.projected is None:
             return _Vectors(ahead, velocity, average, None)

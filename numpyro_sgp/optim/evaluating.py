@@ -10,7 +10,16 @@ import jax.numpy as jnp
 from numpyro.optim import _NumPyroOptim
 import optax
 
-__all__ = ["AbstractEvaluatingOptimizer", "LossFn", "Params", "all_finite", "moved_or_kept", "transformation"]
+__all__ = [
+    "AbstractEvaluatingOptimizer",
+    "LossFn",
+    "Params",
+    "all_finite",
+    "moved_or_kept",
+    "own_copy",
+    "stays_finite",
+    "transformation",
+]
 
 Params = dict[str, Any]
 LossFn = Callable[[Params], tuple[Array, Any]]
@@ -28,6 +37,22 @@ def all_finite(tree: Any) -> Array:
     """Whether every number of a pytree is finite; integers are."""
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
     return jnp.stack([jnp.isfinite(x).all() for x in leaves] or [jnp.asarray(True)]).all()
+
+
+def stays_finite(there: Any, here: Any) -> Array:
+    """Whether all numbers of a state that were finite still are; some transformations start with infinite ones.
+
+    The square of a finite gradient may not be finite, and a sum of squares that is infinite ends all training.
+    """
+    pairs = zip(jax.tree.leaves(there), jax.tree.leaves(here), strict=True)
+    inexact = [(new, old) for new, old in pairs if jnp.issubdtype(jnp.result_type(new), jnp.inexact)]
+    kept = [(jnp.isfinite(new) | ~jnp.isfinite(old)).all() for new, old in inexact]
+    return jnp.stack(kept or [jnp.asarray(True)]).all()
+
+
+def own_copy(tree: Any) -> Any:
+    """A pytree in buffers of its own, so that a state that holds it twice can be donated."""
+    return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), tree)
 
 
 def moved_or_kept(accepted: Array, there: Any, here: Any, refused: Array) -> tuple[Any, Array]:

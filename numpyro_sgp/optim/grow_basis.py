@@ -14,7 +14,7 @@ import optax
 
 from numpyro_sgp.checks import positive
 from numpyro_sgp.inducing import Candidates, Growing, GrowingInducing, added
-from numpyro_sgp.optim.evaluating import LossFn, Params
+from numpyro_sgp.optim.evaluating import LossFn, Params, own_copy
 
 __all__ = ["GrowBasis", "GrowBasisState"]
 
@@ -81,7 +81,7 @@ class GrowBasis(_NumPyroOptim):
                 "`inducing=functools.partial(numpyro_sgp.growing, capacity=256)`, or leave out `GrowBasis`."
             )
             raise ValueError(msg)
-        offsets = {name: basis.offset for name, basis in bases.items()}
+        offsets = {name: own_copy(basis.offset) for name, basis in bases.items()}
         return GrowBasisState(self.optim.init({**params, **offsets}), bases)
 
     def get_params(self, state: GrowBasisState) -> Params:

@@ -7,11 +7,20 @@ from typing import Any, NamedTuple, cast
 import jax
 from jax import Array, lax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from numpyro_sgp.optim.descent_ascent import DescentAscentState
 from numpyro_sgp.optim.dual_ascent import DualAscentState
-from numpyro_sgp.optim.evaluating import AbstractEvaluatingOptimizer, LossFn, Params, all_finite, transformation
+from numpyro_sgp.optim.evaluating import (
+    AbstractEvaluatingOptimizer,
+    LossFn,
+    Params,
+    all_finite,
+    own_copy,
+    stays_finite,
+    transformation,
+)
 from numpyro_sgp.optim.grow_basis import GrowBasisState
 from numpyro_sgp.optim.row_sparse import RowSparseState
 from numpyro_sgp.sites import AbstractSites, Perturbation, Perturbed
@@ -120,7 +129,7 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
             msg = f"`step_size` must lie in (0, 1], got {first!r}. 1 is a full step; minibatches want 0.1 or less."
             raise ValueError(msg)
         for name, value in (("e_steps", e_steps), ("m_steps", m_steps)):
-            if not isinstance(value, int) or value < 0:
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
                 msg = f"`{name}` must be a non-negative integer, got {value!r}. The default is 1."
                 raise ValueError(msg)
         if e_steps + m_steps == 0:
@@ -128,8 +137,8 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
             raise ValueError(msg)
         self.step_size = step_size
         self.others = transformation("others", optax.adam(1e-2) if others is None else others)
-        self.e_steps = e_steps
-        self.m_steps = m_steps
+        self.e_steps = int(e_steps)
+        self.m_steps = int(m_steps)
         self.in_turn = in_turn
         self.floor = floor
 
@@ -147,7 +156,7 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
         state = NaturalGradientState(
             params,
             others_state,
-            (params, others_state),
+            own_copy((params, others_state)),
             jnp.ones((), dtype),
             jnp.asarray(False),
             jnp.zeros((), jnp.int32),
@@ -171,7 +180,7 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
         loss, aux, finite, there = iterate(fn, *_split(inner.params), inner.others_state, rate, damping)
         here = (inner.params, inner.others_state)
         usable = jnp.isfinite(loss)
-        accepted = usable & finite & all_finite(there[0])
+        accepted = usable & finite & all_finite(there[0]) & stays_finite(there[1], here[1])
         # A loss that is not finite here means that the step that led here was wrong: back to where it was finite.
         # (A switch copies one of the trees; a select would compile and run an operation for each leaf.)
         case = jnp.where(accepted, 0, jnp.where(usable, 1, 2))

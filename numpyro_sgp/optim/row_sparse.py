@@ -16,6 +16,7 @@ from numpyro_sgp.optim.evaluating import (
     Params,
     all_finite,
     moved_or_kept,
+    stays_finite,
     transformation,
 )
 from numpyro_sgp.tables import Control, Rows, Table, draw_index, numbers_of, with_numbers
@@ -163,7 +164,7 @@ class RowSparse(AbstractEvaluatingOptimizer):
             name: value - jnp.asarray(rate, value.dtype) * gradient[name] / jnp.sqrt(sums[name] + _SMALLEST_SUM)
             for name, value in rows.items()
         }
-        accepted = all_finite((loss, moved, others))
+        accepted = all_finite((loss, grads, moved, sums, others)) & stays_finite(others_state, inner.others_state)
         there, here = (others, others_state), (inner.params, inner.others_state)
         (others, others_state), refused = moved_or_kept(accepted, there, here, inner.refused)
         tables, new_sums = {}, {}
@@ -174,13 +175,13 @@ class RowSparse(AbstractEvaluatingOptimizer):
             tables[name] = dataclasses.replace(table, values=_placed(table.values, index[name], value))
             new_sums[name] = inner.sums[name].at[index[name]].add(change, mode="promise_in_bounds", unique_indices=True)
             followed = _followed(table, tracked[name], index[name], rows[name], value)
-            tables[name], tracked[name] = self._refreshed(step, tables[name], followed, numbers[name], accepted)
+            done = step + 1 - inner.refused.astype(step.dtype)
+            due = accepted & (done % self.refresh == 0)
+            tables[name], tracked[name] = self._refreshed(tables[name], followed, numbers[name], due)
         after = RowSparseState(others, others_state, tables, new_sums, tracked, refused)
         return (loss, aux), (step + 1, after), accepted
 
-    def _refreshed(
-        self, step: Array, table: Table, tracked: Any, numbers: list[Array] | None, accepted: Array
-    ) -> tuple[Table, Any]:
+    def _refreshed(self, table: Table, tracked: Any, numbers: list[Array] | None, due: Array) -> tuple[Table, Any]:
         """The control variate with the kernel as it is now, and what it tracks computed anew, when that is due."""
         if table.control is None or numbers is None:
             return table, tracked
@@ -192,7 +193,6 @@ class RowSparse(AbstractEvaluatingOptimizer):
             a = dataclasses.replace(table, control=moved).tracked()
             return now, moved.L, (a, jnp.zeros_like(a))
 
-        due = accepted & ((step + 1) % self.refresh == 0)
         kept = numbers_of(control.kernel, table.size), control.L, tracked
         held, L, tracked = lax.cond(due, anew, lambda: kept)
         control = dataclasses.replace(control, kernel=with_numbers(control.kernel, held, table.size), L=L)
