@@ -49,6 +49,26 @@ def gp_svi(guide_name, model=None):
     return SVI(model, GUIDES[guide_name](model, Z), optimizer(guide_name, 0.1), sgp.QuadratureELBO())
 
 
+class Remembering(AbstractCallback):
+    """A callback whose state has names and dtypes that need care in a file."""
+
+    def __init__(self, every):
+        self.every, self.steps, self.saved = every, [], "never begun"
+
+    def __call__(self, progress):
+        self.steps.append(progress.step)
+
+    def begin(self, saved):
+        self.saved = saved
+
+    def state(self):
+        return {"gp/ls~1": np.asarray(self.steps), "half": jnp.ones((2, 2), jnp.bfloat16)}
+
+    @property
+    def steps_at_6(self):
+        return [step for step in self.steps if step <= 6]
+
+
 def rows_of_steps(steps, rows=N, batch_size=BATCH, key=KEY):
     batches = Batches.of(key, (np.zeros(rows),), rows, batch_size)
     return [batches.indices(step) for step in range(steps)]
@@ -345,6 +365,12 @@ def bad_calls():
         "every": (ValueError, "`every` must be a positive integer, got 0", lambda: Checkpoint("a", every=0)),
         "keep": (ValueError, "`keep` must be a positive integer, got 0", lambda: Checkpoint("a", keep=0)),
         "file": (ValueError, "must be a folder, got the file", call(checkpoint=__file__)),
+        "masked": (TypeError, r"`data\[1\]` is a masked array.*handlers.mask", call(data=(X, np.ma.array(Y)))),
+        "callback.every": (
+            ValueError,
+            "`Remembering.every` must be a positive integer, got 2.0",
+            call(callback=Remembering(2.0)),
+        ),
     }
 
 
@@ -501,6 +527,36 @@ def test_early_stopping_survives_an_interruption(tmp_path):
     assert_equal_results(run(checkpoint=checkpoint)[0], expected)
     go_on = quiet_fit(linear_svi(), KEY, (X, Y), batch_size=BATCH, num_steps=60, checkpoint=checkpoint)
     assert go_on.losses.shape == (60,)
+
+
+@pytest.mark.once
+def test_callbacks_are_resumed_with_what_they_remember_whatever_others_there_are(tmp_path):
+    checkpoint = Checkpoint(tmp_path, every=np.int64(2))
+    run = functools.partial(quiet_fit, rng_key=KEY, data=(X, Y), batch_size=BATCH, checkpoint=checkpoint)
+    first, second = Remembering(2), Remembering(3)
+    run(linear_svi(), num_steps=6, callback=[first, second])
+    assert first.saved is second.saved is None
+    # Without them, then with another one before them.
+    run(linear_svi(), num_steps=8)
+    again, third, new = Remembering(2), Remembering(3), Remembering(4)
+    run(linear_svi(), num_steps=10, callback=[lambda _: None, again, third, new])
+    for resumed, wanted in ((again, first), (third, second)):
+        assert sorted(resumed.saved) == ["gp/ls~1", "half"]
+        assert_array_equal(resumed.saved["gp/ls~1"], wanted.steps_at_6)
+        assert resumed.saved["half"].dtype == jnp.bfloat16
+        assert_array_equal(resumed.saved["half"], jnp.ones((2, 2), jnp.bfloat16))
+    assert new.saved is None
+
+
+@pytest.mark.once
+def test_data_in_another_byte_order_are_the_same_data():
+    swapped = X.astype(X.dtype.newbyteorder(">")), Y.astype(Y.dtype.newbyteorder(">"))
+    for batch_size in (BATCH, N):
+        found = quiet_fit(linear_svi(), KEY, swapped, batch_size=batch_size, num_steps=5)
+        assert_equal_results(found, quiet_fit(linear_svi(), KEY, (X, Y), batch_size=batch_size, num_steps=5))
+    stopping = EarlyStopping(swapped, every=1)
+    quiet_fit(linear_svi(), KEY, swapped, batch_size=BATCH, num_steps=2, callback=stopping)
+    assert np.all(np.isfinite(stopping.losses))
 
 
 @pytest.mark.once

@@ -31,6 +31,12 @@ def checked_rows(others: Any, data: Any) -> int:
     rows = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(data)[0]:
         name = f"data{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, np.ma.MaskedArray):
+            msg = (
+                f"`{name}` is a masked array, whose mask a model does not see. Fill it, and pass the mask as an entry "
+                "of its own for `numpyro.handlers.mask`, or leave out the rows."
+            )
+            raise TypeError(msg)
         if not isinstance(leaf, np.ndarray | Array) or leaf.ndim == 0 or leaf.dtype.kind in "OSUMm":
             kind = f"an array of dtype {leaf.dtype}" if isinstance(leaf, np.ndarray | Array) else type(leaf).__name__
             shape = f" and shape {leaf.shape}" if isinstance(leaf, np.ndarray | Array) else ""
@@ -113,7 +119,7 @@ class Batches:
             raise TypeError(TRACED)
         data = jax.tree.map(lambda leaf: leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf), data)
         # The precision is this thread's setting, so it is looked up here and not where rows are gathered.
-        dtypes = jax.tree.map(lambda leaf: jax.dtypes.canonicalize_dtype(leaf.dtype), data)
+        dtypes = jax.tree.map(lambda leaf: jax.dtypes.canonicalize_dtype(leaf.dtype.newbyteorder("=")), data)
         return cls(data, dtypes, rows, batch_size, np.asarray(order), positions)
 
     @property

@@ -47,7 +47,11 @@ class AbstractCallback(ABC):
 
     @abstractmethod
     def begin(self, saved: Mapping[str, np.ndarray] | None) -> None:
-        """Called once before the first step, with what `state` returned where a checkpoint is resumed, else None."""
+        """Called once before the first step, with what `state` returned last where a checkpoint is resumed, else None.
+
+        Callbacks of one class are told apart by their order. None comes also where the run that wrote the checkpoint
+        had no such callback, and where `state` returned nothing.
+        """
 
     @abstractmethod
     def state(self) -> dict[str, np.ndarray]:
@@ -128,6 +132,9 @@ def as_callbacks(callback: Any, num_steps: int) -> list[AbstractCallback]:
             msg = f"`callback` must be a function of a `FitProgress`, an `AbstractCallback`, or a list, got {kind}."
             raise TypeError(msg)
         if isinstance(one, AbstractCallback):
+            positive(
+                f"{type(one).__name__}.every", getattr(one, "every", None), "It is how many steps lie between calls."
+            )
             made.append(one)
         else:
             made.append(FunctionCallback(cast(Callable, one), max(1, num_steps // 100)))

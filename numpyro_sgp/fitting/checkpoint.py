@@ -39,6 +39,8 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgp.checks import positive
+
 __all__ = ["Checkpoint", "StoredCheckpoint", "load_checkpoint", "read_checkpoint", "save_checkpoint"]
 
 _FORMAT = "numpyro_sgp checkpoint"
@@ -71,10 +73,8 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         for name in ("every", "keep"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                msg = f"`{name}` must be a positive integer, got {value!r}. The defaults are every=1000 and keep=2."
-                raise ValueError(msg)
+            number = positive(name, getattr(self, name), "The defaults are every=1000 and keep=2.")
+            object.__setattr__(self, name, number)
         if Path(self.directory).is_file():
             msg = f"`directory` must be a folder, got the file {os.fspath(self.directory)!r}. Name another."
             raise ValueError(msg)
@@ -184,28 +184,41 @@ class StoredCheckpoint:
         stored = {path for path in self.arrays if path == root or path.startswith(root + "/")}
         if stored != set(wanted):
             self._refuse(f"it lacks {_few(set(wanted) - stored)} and has {_few(stored - set(wanted))} too much.")
-        differences = []
+        differences, dtype_only = [], True
         for path, leaf in wanted.items():
             needed = _dtype_name(leaf), tuple(np.shape(leaf))
             found = self.dtypes[path], self.shapes[path]
             if needed != found:
                 differences.append(f"{path} is {found[0]} {list(found[1])}, needed is {needed[0]} {list(needed[1])}")
+                dtype_only &= needed[1] == found[1] and "key<" not in needed[0] + found[0]
         if differences:
-            dtype_only = all(self.shapes[path] == tuple(np.shape(leaf)) for path, leaf in wanted.items())
             hint = " Run with the same precision (`numpyro.enable_x64`) as then." if dtype_only else ""
             self._refuse(f"{'; '.join(differences[:3])}{'; …' if len(differences) > 3 else '.'}{hint}")
         return jax.tree.unflatten(structure, [self._leaf(path, leaf) for path, leaf in wanted.items()])
 
+    def entries(self, root: str) -> dict[str, dict[str, Any]]:
+        """The dicts of arrays right below `root`, by their path, each array as it was given to be written."""
+        found: dict[str, dict[str, Any]] = {}
+        for path, stored in self.arrays.items():
+            above, _, name = path.rpartition("/")
+            if above.startswith(root + "/"):
+                dtype, value = self.dtypes[path], stored
+                if dtype.startswith("key<"):
+                    value = _keys(stored, dtype)
+                elif str(stored.dtype) != dtype:
+                    value = _from_bytes(stored, dtype, self.shapes[path])
+                found.setdefault(above, {})[name.replace("~1", "/").replace("~0", "~")] = value
+        return found
+
     def _leaf(self, path: str, like: Any) -> Any:
         stored = self.arrays[path]
         if _is_key(like):
-            name = self.dtypes[path].removeprefix("key<").removesuffix(">")
-            value = jax.random.wrap_key_data(jnp.asarray(stored), impl=name)
+            value = _keys(stored, self.dtypes[path])
             return jax.device_put(value, like.sharding) if like.committed else value
         if isinstance(like, bool | int | float | complex):
             return stored.item()
-        if stored.dtype != like.dtype:  # kept as bytes
-            stored = np.frombuffer(stored.tobytes(), like.dtype).reshape(like.shape)
+        if stored.dtype != like.dtype:
+            stored = _from_bytes(stored, like.dtype, like.shape)
         if not isinstance(like, Array):
             return stored
         return jax.device_put(stored, like.sharding) if like.committed else jnp.asarray(stored)
@@ -327,6 +340,15 @@ def _npy(leaf: Any, path: str) -> bytes:
     file = io.BytesIO()
     np.lib.format.write_array(file, array, allow_pickle=False)
     return file.getvalue()
+
+
+def _keys(stored: np.ndarray, dtype: str) -> Array:
+    return jax.random.wrap_key_data(jnp.asarray(stored), impl=dtype.removeprefix("key<").removesuffix(">"))
+
+
+def _from_bytes(stored: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """An array of a dtype that NumPy lacks."""
+    return np.frombuffer(stored.tobytes(), jnp.dtype(dtype)).reshape(shape)
 
 
 def _is_key(leaf: Any) -> bool:

@@ -179,6 +179,7 @@ class _Run:
         self.saved_step = -1
         self.losses = np.empty(0)
         self.refused = 0
+        self.unclaimed: list[dict[str, Any]] = []  # of callbacks that this run, resumed, does not have
 
     def begin(self, loss_dtype: np.dtype, num_steps: int) -> None:
         """Restore the newest checkpoint where there is one."""
@@ -215,10 +216,14 @@ class _Run:
         self.step = self.saved_step = len(losses)
         # Without a callback there is nothing that could want the run stopped.
         self.identity["stopped"] = np.asarray(bool(run["stopped"]) and bool(self.callbacks))
-        for index, callback in enumerate(self.callbacks):
-            root = f"/callbacks/{index}/{type(callback).__name__}/"
-            saved = {name.removeprefix(root): value for name, value in stored.arrays.items() if name.startswith(root)}
-            callback.begin(saved or None)
+        # By class, in order: /callbacks/0/EarlyStopping, /callbacks/2/EarlyStopping, …
+        entries = [(root.split("/")[2:], saved) for root, saved in stored.entries("/callbacks").items()]
+        remembered = [(name, saved) for (_, name), saved in sorted(entries, key=lambda entry: int(entry[0][0]))]
+        for callback in self.callbacks:
+            own = next((entry for entry in remembered if entry[0] == type(callback).__name__), None)
+            callback.begin(None if own is None else own[1])
+            remembered = [entry for entry in remembered if entry is not own]
+        self.unclaimed = [{name: saved} for name, saved in remembered]
 
     @property
     def stopped(self) -> bool:
@@ -257,7 +262,7 @@ class _Run:
             "state": self.state,
             "losses": self.losses[: self.step],
             "run": self.identity,
-            "callbacks": callbacks,
+            "callbacks": callbacks + self.unclaimed,
         }
 
 

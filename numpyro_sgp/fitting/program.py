@@ -151,6 +151,8 @@ class Program:
     def evaluate(self, state: Any, data: Any) -> float:
         """The loss at other data."""
         rows = checked_rows((), data)
+        # In the byte order of this machine, which JAX asks for.
+        data = jax.tree.map(lambda leaf: np.asarray(leaf, leaf.dtype.newbyteorder("=")), data)
         return float(self._loss(state, data, rows))
 
     def _held_out_loss(self, state: Any, data: Any, rows: int) -> Array:
