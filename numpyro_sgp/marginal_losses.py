@@ -43,6 +43,7 @@ class _Regression(NamedTuple):
         residual: observations less the prior mean, (..., B).
         noise: noise variance, (...).
         scale: N/B.
+        weight: what the whole model is scaled by.
         log_prior: log density of the other latents at their point estimates.
         guide_trace: all that the guide said.
         mutable_state: of guide and model.
@@ -53,6 +54,7 @@ class _Regression(NamedTuple):
     residual: Array
     noise: Array
     scale: Any
+    weight: Any
     log_prior: Any
     guide_trace: Trace
     mutable_state: dict[str, Any]
@@ -61,6 +63,10 @@ class _Regression(NamedTuple):
     def A(self) -> Array:
         """Features of independent weights with variance one, (..., r, B)."""
         return self.q.moments.prior_root
+
+    def objective(self, loss: Array) -> Array:
+        """Minus the evidence of all latents, or a bound on it, as the value of the loss."""
+        return self.weight * jnp.sum(loss) - self.log_prior
 
     def parameter(self, guide: AbstractAutoSparseGP, symbol: str) -> Any:
         """The value of one of the site's parameters."""
@@ -118,14 +124,25 @@ def _read(
     observed = [name for name, found in model_trace.items() if found["type"] == "sample" and found["is_observed"]]
     name, normal = _only_normal(model_trace, observed, loss)
     _check_location(lambda f: cast(Any, unwrap(run(f)[name]["fn"])).loc, mean, name, loss)
-    noise = jnp.asarray(normal.scale)
+    noise = jnp.asarray(normal.scale, mean.dtype)
     if noise.ndim and noise.shape[-1] != 1:
         msg = (
             f"`{loss}` needs one noise scale for all rows, got scales of shape {noise.shape} at {name!r}. Use "
             "`QuadratureELBO`, which takes one for each."
         )
         raise ValueError(msg)
-    scale = model_trace[name]["scale"]
+    residual = model_trace[name]["value"] - q.prior.prior_mean
+    batch = jnp.broadcast_shapes(residual.shape[:-1], noise.shape[:-1] if noise.ndim else (), q.batch_shape)
+    if batch != q.batch_shape:
+        msg = (
+            f"`{loss}` needs one outcome at each row for each latent: the latents of {site!r} have batch shape "
+            f"{q.batch_shape}, the outcomes {name!r} {batch}. Use `QuadratureELBO`, which takes several."
+        )
+        raise ValueError(msg)
+    # A scale of the whole model, as of a bound for each row, scales the process too; what is left is N/B.
+    of_process = model_trace[site]["scale"]
+    weight: Any = 1.0 if of_process is None else of_process
+    scale: Any = 1.0 if model_trace[name]["scale"] is None else model_trace[name]["scale"]
     log_prior: Any = 0.0
     for other, found in model_trace.items():
         if found["type"] == "sample" and not found["is_observed"] and other != site:
@@ -134,9 +151,10 @@ def _read(
     return _Regression(
         site,
         q,
-        model_trace[name]["value"] - q.prior.prior_mean,
+        residual.astype(mean.dtype),
         (noise[..., 0] if noise.ndim else noise) ** 2,
-        1.0 if scale is None else scale,
+        scale / weight,
+        weight,
         log_prior,
         guide_trace,
         {**mutable, **{n: found["value"] for n, found in model_trace.items() if found["type"] == "mutable"}},
@@ -231,8 +249,8 @@ class CompositionalMarginalLikelihood(_MarginalLikelihood):
     any likelihood.
 
     Args:
-        decay: b in (0, 1], or a function of the number of steps before it. The paper's 0.9 is close to no average, and
-            its steps are then biased on small batches.
+        decay: b in (0, 1], or a function of the number of the step, from 1 on. The paper's 0.9 is close to no average,
+            and its steps are then biased on small batches.
         num_particles: 1.
 
     Raises:
@@ -255,7 +273,7 @@ class CompositionalMarginalLikelihood(_MarginalLikelihood):
         except (TypeError, ValueError):
             in_range = False
         if not in_range:
-            msg = f"`decay` must lie in (0, 1], got {first!r}. 0.05 is a good start, or `lambda t: (1.0 + t) ** -0.5`."
+            msg = f"`decay` must lie in (0, 1], got {first!r}. 0.05 is a good start, or `lambda t: t ** -0.5`."
             raise ValueError(msg)
         self.decay = decay
         super().__init__(num_particles)
@@ -281,7 +299,7 @@ class CompositionalMarginalLikelihood(_MarginalLikelihood):
                 "noise": jnp.broadcast_to(noise, state["noise"].shape),
                 "step": state["step"] + 1,
             }
-            return jnp.sum(loss) - data.log_prior, (new, data.mutable_state)
+            return data.objective(loss), (new, data.mutable_state)
 
         # The gradient is taken here, so that it is known before the state is decided on; what is returned has this
         # value and this gradient.
@@ -312,7 +330,8 @@ def _with_gradient(value: Array, gradient: list[Array], at: list[Array]) -> Arra
 def _with_gradient_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     value, gradient, _ = primals
     pairs = zip(gradient, tangents[2], strict=True)
-    return value, sum((jnp.sum(g * dx) for g, dx in pairs), start=jnp.zeros_like(value))
+    # Parameters of several precisions have gradients of as many.
+    return value, sum((jnp.sum(g * dx).astype(value.dtype) for g, dx in pairs), start=jnp.zeros_like(value))
 
 
 class MinimaxMarginalLikelihood(_MarginalLikelihood):
@@ -320,8 +339,8 @@ class MinimaxMarginalLikelihood(_MarginalLikelihood):
 
     The value is an unbiased estimate of ½ Ψ on batches; see `minimax_objective`. For the guide
     `AutoWeightSpaceGP(model, parametrization="adversarial", base=AutoDelta)`, the optimizer `DescentAscent`, and a
-    normal likelihood. Any other optimizer leaves the maximising player where it starts, which is the bound that
-    `parametrization="root"` has.
+    normal likelihood. Any other optimizer leaves the maximising player where it starts, which with the default penalty
+    is the bound that `parametrization="root"` has.
 
     Args:
         form: "whitened", the Frobenius norm of I − L⁻¹F L⁻ᵀ, whose minimum is that of the evidence when the penalty is
@@ -388,7 +407,7 @@ class MinimaxMarginalLikelihood(_MarginalLikelihood):
         B = adversary_of(data.parameter(guide, "B"))
         m = data.parameter(guide, "m")
         loss = minimax_objective(m, P, B, A, data.residual, data.noise, data.scale, penalty, self.form)
-        return jnp.sum(loss) - data.log_prior, data.mutable_state
+        return data.objective(loss), data.mutable_state
 
 
 class BatchMarginalLikelihood(_MarginalLikelihood):
@@ -423,4 +442,4 @@ class BatchMarginalLikelihood(_MarginalLikelihood):
         else:
             evidence = dense_log_evidence(prior.kernel(prior.X, prior.X), data.residual, data.noise)
         batch_shape = data.q.batch_shape
-        return -data.scale * jnp.sum(jnp.broadcast_to(evidence, batch_shape)) - data.log_prior, data.mutable_state
+        return data.objective(-data.scale * jnp.broadcast_to(evidence, batch_shape)), data.mutable_state

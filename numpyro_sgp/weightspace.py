@@ -102,7 +102,7 @@ class WeightSpace(AbstractPosteriorFamily):
             R = self.root_scale * jnp.tril(param("R", start))
             Lambda2 = matmul(R, jnp.swapaxes(R, -1, -2))
         if self.parametrization == "adversarial":
-            # With this B the objective is the bound that "root" has.
+            # With this B, and the default penalty, the objective is the bound that "root" has.
             param("B", Adversary(jnp.broadcast_to(-identity / (1.2 * r**0.5), (*batch_shape, r, r))))
         return weight_space_mean(m, Lambda2, Phi, jnp.ones(r, Phi.dtype))
 

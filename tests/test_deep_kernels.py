@@ -68,6 +68,13 @@ def nnx_kernel():
     return lambda: FeatureMap(registered("net", net))
 
 
+def nnx_with_priors():
+    from numpyro.contrib.module import random_nnx_module
+
+    net = nnx_module()
+    return lambda: FeatureMap(random_nnx_module("net", net, prior=dist.Normal(0.0, 1.0)))
+
+
 CASES = {
     "equinox with priors": (equinox_with_priors, AutoNormal),
     "nnx": (nnx_kernel, AutoDelta),
@@ -108,3 +115,35 @@ def test_a_network_in_a_kernel_is_trained_on_small_batches_and_predicts(name):
         assert_allclose(np.mean(f, axis=0), q.mean[:4], atol=5 * np.max(np.sqrt(q.variance)) / np.sqrt(50))
     else:
         assert np.ptp(np.asarray(f), axis=0).min() > 1e-2
+
+
+def test_names_of_networks_go_into_arviz_with_dots():
+    pytest.importorskip("arviz")
+    model = regression(nnx_with_priors())
+    guide = sgp.AutoWeightSpaceGP(model)
+    svi = SVI(model, guide, sgp.NaturalGradient(0.5, optax.adam(0.01)), sgp.QuadratureELBO(num_nodes=3))
+    state = svi.init(jax.random.key(0), X, Y)
+    tree = sgp.to_arviz(jax.random.key(1), svi, svi.get_params(state), X, Y, num_samples=3)
+    found = tree["posterior"]["net.first.kernel"]
+    assert found.shape == (1, 3, 2, 8)
+    assert not any("/" in str(name) for name in (*tree["posterior"].variables, *found.dims))
+
+
+def test_a_network_that_changes_when_it_is_called_is_told():
+    nnx = pytest.importorskip("flax.nnx")
+    from numpyro.contrib.module import nnx_module as registered
+
+    class Network(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(2, 4, rngs=rngs, param_dtype=jnp.float64)
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+        def __call__(self, X):
+            return self.dropout(self.layer(X))
+
+    net = Network(nnx.Rngs(0))
+    model = regression(lambda: FeatureMap(registered("net", net)))
+    svi = SVI(model, sgp.AutoWeightSpaceGP(model), sgp.NaturalGradient(0.5), sgp.QuadratureELBO(num_nodes=3))
+    with pytest.raises(jax.errors.UnexpectedTracerError) as told:
+        svi.init(jax.random.key(0), X, Y)
+    assert any("network that changes when it is called" in note for note in told.value.__notes__)

@@ -404,6 +404,52 @@ def test_latents_of_a_plate_have_matrices_of_their_own():
         assert_allclose(-value, expected, rtol=1e-8)
 
 
+LOSSES = {
+    "averaged": sgp.CompositionalMarginalLikelihood,
+    "adversarial": sgp.MinimaxMarginalLikelihood,
+    "natural": sgp.BatchMarginalLikelihood,
+}
+
+
+def with_gradient(form, model, X, Y, **keywords):
+    """Loss and gradient at the start of a guide."""
+    guide = guide_of(model, form)
+    svi = SVI(model, guide, optax.sgd(0.1), LOSSES[form]())
+    state = svi.init(jax.random.key(0), X, Y, **keywords)
+    params = {name: value for name, value in svi.get_params(state).items() if not isinstance(value, Adversary)}
+    rest = {**svi.get_params(state), **(state.mutable_state or {})}
+    moving = {name: value for name, value in params.items() if isinstance(value, jax.Array)}
+
+    def loss(moving):
+        given = {**rest, **moving}
+        return svi.loss.loss_with_mutable_state(jax.random.key(0), given, model, guide, X, Y, **keywords)["loss"]
+
+    return jax.value_and_grad(loss)(moving)
+
+
+@pytest.mark.parametrize("form", LOSSES)
+def test_a_scale_of_the_whole_model_scales_the_loss(form):
+    rows = slice(0, 3)
+    plain = with_gradient(form, trained, X[rows], Y[rows], num_data=N)
+    scaled = with_gradient(form, numpyro.handlers.scale(trained, scale=0.1), X[rows], Y[rows], num_data=N)
+    jax.tree.map(lambda found, wanted: assert_allclose(found, 0.1 * wanted, rtol=1e-10, atol=1e-12), scaled, plain)
+
+
+@pytest.mark.parametrize("form", LOSSES)
+def test_rows_in_single_precision_go_with_parameters_in_double_precision(form):
+    def mixed(X, y=None):
+        kernel = features.FeatureMap(network, W.astype(np.float32), variance=positive("variance", 1.3))
+        f = numpyro.sample("f", sgp.GaussianProcess(kernel, X, 0.2))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    loss, gradient = with_gradient(form, mixed, X.astype(np.float32), Y.astype(np.float32))
+    wanted, wanted_gradient = with_gradient(form, mixed, X, Y)
+    assert_allclose(loss, wanted, rtol=1e-5)
+    assert gradient["variance"].dtype == jnp.float64
+    assert_allclose(gradient["variance"], wanted_gradient["variance"], rtol=1e-4)
+
+
 # Mistakes.
 
 
@@ -445,6 +491,12 @@ def variant(likelihood=lambda f, X: dist.Normal(f, NOISE), other=False, masked=F
     return model
 
 
+def replicated(X, y=None):
+    f = numpyro.sample("f", sgp.GaussianProcess(features.FeatureMap(network, W), X))
+    with numpyro.plate("replicate", 2, dim=-2), numpyro.plate("data", X.shape[0], dim=-1):
+        numpyro.sample("y", dist.Normal(f, NOISE), obs=None if y is None else jnp.stack([y, y]))
+
+
 def with_drawn_noise(X, y=None):
     noise = numpyro.sample("noise", dist.LogNormal(0.0, 1.0))
     f = numpyro.sample("f", sgp.GaussianProcess(features.FeatureMap(network, W), X))
@@ -460,6 +512,7 @@ def with_drawn_noise(X, y=None):
         (variant(lambda f, X: dist.Normal(f, 1.0 + X[:, 0] ** 2)), {}, ValueError, "one noise scale for all rows"),
         (variant(other=True), {}, ValueError, r"models with one GP site, got \['f', 'g'\]"),
         (variant(masked=True), {}, ValueError, "does not take masked observations"),
+        (replicated, {}, ValueError, r"batch shape \(\), the outcomes 'y' \(2,\)"),
         (with_drawn_noise, {"base": AutoNormal}, ValueError, r"the guide draws \['noise'\]"),
         (variant(), {"parametrization": "natural"}, TypeError, 'parametrization="averaged"'),
     ],

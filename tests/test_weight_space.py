@@ -441,6 +441,8 @@ def test_fit_warns_of_natural_steps_that_average_over_few_rows_for_the_rank():
     for part in ("the 3 weights of 'f'", "B/ρ = 2/0.5 = 4 rows", "`step_size` of 0.13 or less"):
         assert part in message
     assert said(weights, 0.13, 2, 9) == []  # 15.4 rows
+    with_mean = sgp.AutoWeightSpaceGP(model, parametrization="mean")
+    assert "the 3 weights of 'f'" in said(with_mean, 0.5, 2, 9)[0]
     assert said(weights, 0.5, N, 9) == []  # all rows are no batch
     assert said(inducing, 0.5, 2, 9) == []
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 import contextlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpyro
 from numpyro.primitives import Messenger
@@ -169,9 +170,15 @@ def _size_is_missing(error: TypeError) -> bool:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Says what a plate without a size needs, in the place of the error from inside NumPyro."""
+    """Says what a plate without a size needs, in the place of the error from inside NumPyro; and of leaked values."""
     try:
         yield
+    except jax.errors.UnexpectedTracerError as error:
+        error.add_note(
+            "A kernel is a function: a network that changes when it is called cannot be a part of one, as one of Flax "
+            "NNX with batch normalisation or dropout. Leave these out, or use layer normalisation."
+        )
+        raise
     except TypeError as error:
         if not _size_is_missing(error):
             raise

@@ -61,6 +61,9 @@ def to_arviz(
     `log_likelihood`, `posterior_predictive` and `observed_data`, along a dimension `{site}_observed` that has the
     coordinates of the entries kept; so `az.loo` counts what was observed. Factors have no datum and are absent too.
 
+    Names have dots where sites have slashes, as in `net/layer.kernel` of NumPyro's helpers for networks: slashes divide
+    groups there.
+
     Minibatches. Give all of the data here. A model that subsamples inside a plate is run over all rows of that plate in
     batches of its own size. A model that is given its rows as arguments is run on all of them at once, in O(N³) for the
     joint draws of f; `batch_size` cuts the positional arguments into rows instead, as `fit` does, and passes the number
@@ -260,6 +263,18 @@ def _leaves(arguments: Mapping[str, Any]) -> Iterator[tuple[str, list[str], Any]
             yield name, keys, leaf
 
 
+def _without_slashes(variables: Mapping[str, tuple]) -> dict[str, tuple]:
+    """Variables and their dimensions with dots for slashes, which divide NumPyro's scopes, and groups of a file."""
+    renamed = {
+        name.replace("/", "."): (tuple(dim.replace("/", ".") for dim in dims), values)
+        for name, (dims, values) in variables.items()
+    }
+    if len(renamed) < len(variables):
+        msg = f"Of the names {sorted(variables)} two are the same with dots for slashes. Rename one of the sites."
+        raise ValueError(msg)
+    return renamed
+
+
 def _as_arviz(az: ModuleType, groups: Mapping[str, dict[str, _Variable]]) -> Any:
     import xarray
 
@@ -276,6 +291,7 @@ def _as_arviz(az: ModuleType, groups: Mapping[str, dict[str, _Variable]]) -> Any
         for variable in variables.values():
             coords.update(variable.coords)
         data = {name: (variable.dims, variable.values) for name, variable in variables.items()}
+        data, coords = _without_slashes(data), _without_slashes(coords)
         sampled = {} if group.endswith("_data") else {"sample_dims": ["chain", "draw"]}
         datasets[group] = xarray.Dataset(data, coords, {**attributes, **sampled})
     if az.__version__.startswith("0."):

@@ -7,6 +7,7 @@ from typing import Any, cast, final
 
 import jax
 from jax import Array
+from jax.core import Tracer
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
@@ -45,7 +46,7 @@ class HilbertSpace(AbstractFiniteRank):
     Raises:
         ValueError: `num_basis` that are not positive integers; bounds that are not lower and upper, or of another
             number of columns.
-        TypeError: a kernel without a spectral density (when it is evaluated).
+        TypeError: bounds that are traced; a kernel without a spectral density (when it is evaluated).
 
     References:
         Solin and Särkkä (2020), "Hilbert space methods for reduced-rank Gaussian process regression", equations 56
@@ -61,7 +62,7 @@ class HilbertSpace(AbstractFiniteRank):
         given = tuple(np.atleast_1d(np.asarray(self.num_basis, object)).tolist())
         for number in given:
             positive("num_basis", number, "Give one for each column.")
-        lower, upper = (np.atleast_1d(np.asarray(side, float)) for side in self.bounds)
+        lower, upper = _sides(self.bounds)
         D = max(len(given), len(lower), len(upper))
         if any(len(side) not in (1, D) for side in (given, lower, upper)):
             msg = (
@@ -110,6 +111,20 @@ class HilbertSpace(AbstractFiniteRank):
         density = _spectral_density(self.kernel, self._frequencies(index, jnp.result_type(float)))
         # Where the density underflows the weight is zero, and so are its derivatives: the square of this is finite.
         return 1.0 / jnp.maximum(density, math.sqrt(float(jnp.finfo(density.dtype).tiny)))
+
+
+def _sides(bounds: Any) -> list[np.ndarray]:
+    """Lower and upper sides of a box as they were given."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(bounds)):
+        msg = (
+            "`bounds` are computed inside the model, where they are traced; they are fixed numbers, and a prediction "
+            "at other inputs must find the same. Compute them outside, from all of the data."
+        )
+        raise TypeError(msg)
+    if not isinstance(bounds, tuple | list | np.ndarray) or len(bounds) != 2:
+        msg = f"`bounds` must be a pair, the lower and the upper sides of the box, got {bounds!r}."
+        raise ValueError(msg)
+    return [np.atleast_1d(np.asarray(side, float)) for side in bounds]
 
 
 def _spectral_density(kernel: Callable, omega: Array) -> Array:

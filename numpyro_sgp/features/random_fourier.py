@@ -47,7 +47,7 @@ class RandomFourier(AbstractFiniteRank):
 
     Raises:
         ValueError: an odd rank; a sum of kernels (when the features are evaluated).
-        TypeError: a kernel without frequencies (likewise).
+        TypeError: a kernel without frequencies, or `rng_key` that is no key (likewise).
 
     References:
         Rahimi and Recht (2007), "Random features for large-scale kernel machines", algorithm 1, with a cosine and a
@@ -91,6 +91,9 @@ class RandomFourier(AbstractFiniteRank):
 
     def features(self, X: ArrayLike, index: ArrayLike | None = None) -> Array:
         X = as_inputs(X, "X")
+        if jnp.ndim(self.rng_key) != 1:
+            msg = f"`rng_key` must be one key, got {self.rng_key!r}. For example jax.random.key(0)."
+            raise TypeError(msg)
         spectral, _ = self._factors()
         pairs = jnp.arange(self.rank // 2) if index is None else jnp.asarray(index) // 2
         widths = tuple(width_of(factor, X) for factor in spectral)

@@ -37,7 +37,7 @@ def warn_of_few_rows(svi: SVI, state: Any, batch_size: int, rows: int, num_steps
         return
     suffix = f"_{guide.prefix}_sites"
     ranks = {
-        name.removesuffix(suffix): value.lambda1.shape[-1]
+        name.removesuffix(suffix): value.Lambda2.shape[-1]
         for name, value in optim.get_params(state.optim_state).items()
         if isinstance(value, TiedSites) and name.endswith(suffix)
     }
