@@ -25,7 +25,7 @@ import pytest
 import numpyro_sgp as sgp
 from numpyro_sgp.fitting import AbstractCallback, Checkpoint, EarlyStopping, fit, load_checkpoint, save_checkpoint
 from numpyro_sgp.fitting import batches as batches_module
-from numpyro_sgp.fitting.batches import Batches
+from numpyro_sgp.fitting.batches import Batches, native
 from numpyro_sgp.fitting.program import Program
 
 fit_module = sys.modules[fit.__module__]  # `numpyro_sgp.fitting.fit` is the function
@@ -554,6 +554,9 @@ def test_data_in_another_byte_order_are_the_same_data():
     for batch_size in (BATCH, N):
         found = quiet_fit(linear_svi(), KEY, swapped, batch_size=batch_size, num_steps=5)
         assert_equal_results(found, quiet_fit(linear_svi(), KEY, (X, Y), batch_size=batch_size, num_steps=5))
+    for dtype in (np.dtype("<f4"), np.dtype(">f4"), np.dtype(">i8"), jnp.dtype("bfloat16")):
+        assert native(dtype).isnative
+        assert native(dtype).isbuiltin > 0  # as those are that NumPy makes, which files are written with
     stopping = EarlyStopping(swapped, every=1)
     quiet_fit(linear_svi(), KEY, swapped, batch_size=BATCH, num_steps=2, callback=stopping)
     assert np.all(np.isfinite(stopping.losses))

@@ -14,7 +14,7 @@ import numpy as np
 
 from numpyro_sgp.checks import positive
 
-__all__ = ["TRACED", "Batches", "checked_batch_size", "checked_rows"]
+__all__ = ["TRACED", "Batches", "checked_batch_size", "checked_rows", "native"]
 
 # Batches that travel to the device together. Three such chunks exist at a time: one being gathered, one waiting, one in
 # use; and the first one is gathered before the first step.
@@ -57,6 +57,11 @@ def checked_rows(others: Any, data: Any) -> int:
         )
         raise ValueError(msg)
     return next(iter(rows.values()))
+
+
+def native(dtype: np.dtype) -> np.dtype:
+    """A dtype in the byte order of this machine, the only one that JAX takes."""
+    return dtype if dtype.isnative else np.dtype(dtype.newbyteorder("=").str)
 
 
 TRACED = (
@@ -119,7 +124,7 @@ class Batches:
             raise TypeError(TRACED)
         data = jax.tree.map(lambda leaf: leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf), data)
         # The precision is this thread's setting, so it is looked up here and not where rows are gathered.
-        dtypes = jax.tree.map(lambda leaf: jax.dtypes.canonicalize_dtype(leaf.dtype.newbyteorder("=")), data)
+        dtypes = jax.tree.map(lambda leaf: jax.dtypes.canonicalize_dtype(native(leaf.dtype)), data)
         return cls(data, dtypes, rows, batch_size, np.asarray(order), positions)
 
     @property

@@ -335,7 +335,7 @@ def _npy(leaf: Any, path: str) -> bytes:
     if array.dtype.kind not in "biufcV" or array.dtype.names is not None:
         msg = f"A checkpoint holds arrays of numbers, got {type(leaf).__name__} of dtype {array.dtype} at {path!r}."
         raise TypeError(msg)
-    if array.dtype.kind == "V" or array.dtype.isbuiltin != 1:
+    if array.dtype.kind == "V" or array.dtype.isbuiltin == 2:
         array = np.frombuffer(array.tobytes(), np.uint8)
     file = io.BytesIO()
     np.lib.format.write_array(file, array, allow_pickle=False)

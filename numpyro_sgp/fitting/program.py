@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import SVI
 
-from numpyro_sgp.fitting.batches import Batches, checked_rows
+from numpyro_sgp.fitting.batches import Batches, checked_rows, native
 from numpyro_sgp.fitting.devices import AbstractPlacement
 from numpyro_sgp.optim import num_refused
 
@@ -151,8 +151,7 @@ class Program:
     def evaluate(self, state: Any, data: Any) -> float:
         """The loss at other data."""
         rows = checked_rows((), data)
-        # In the byte order of this machine, which JAX asks for.
-        data = jax.tree.map(lambda leaf: np.asarray(leaf, leaf.dtype.newbyteorder("=")), data)
+        data = jax.tree.map(lambda leaf: np.asarray(leaf, native(leaf.dtype)), data)
         return float(self._loss(state, data, rows))
 
     def _held_out_loss(self, state: Any, data: Any, rows: int) -> Array:
