@@ -32,6 +32,7 @@ from numpyro_sgp.families import (
 )
 from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, InducingPoints
 from numpyro_sgp.linalg import diagonal, solve_lower, with_jitter
+from numpyro_sgp.optim.evaluating import own_copy
 from numpyro_sgp.regression import RegressionPosterior, started_sites
 from numpyro_sgp.sites import DatumSites, Perturbed, TiedSites, sites_of
 
@@ -109,7 +110,7 @@ class Dual(AbstractPosteriorFamily):
         anchor = None
         if self.learn_inducing and self.tie == "projection":
             # In buffers of its own: a state that has one twice cannot be donated.
-            anchor = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), inducing)
+            anchor = own_copy(inducing)
         zeros = TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype, anchor)
         value = param("sites", started_sites(zeros, self.init_from, self.tie, inducing, prior.X))
         if self.init_from is None and is_initial(param, "sites"):
