@@ -18,6 +18,7 @@ figure is that of both measures along the runs of the first fold.
 
 import argparse
 from pathlib import Path
+import time
 
 from common import earlier, npz, report
 import jax
@@ -164,8 +165,11 @@ def run(method: str, kind: str, p: dict, data, test, batch: int, epochs: int, ch
 
     features = jax.jit(lambda params, X: whitened(kind, p, params, X))
     curve = []
+    seconds = 0.0
     for check in range(checks):
-        state = some_steps(state, jax.random.key(check), rows_X, rows_y)
+        started = time.process_time()
+        state = jax.block_until_ready(some_steps(state, jax.random.key(check), rows_X, rows_y))
+        seconds += time.process_time() - started
         params = {**svi.get_params(state), **(state.mutable_state or {})}
         nlml, rmse = judged(features, params, data, test)
         if method == "SVGP":
@@ -175,7 +179,7 @@ def run(method: str, kind: str, p: dict, data, test, batch: int, epochs: int, ch
             rmse = float(np.sqrt(np.mean((mean - test[1]) ** 2)))
         curve.append({"nlml": nlml, "rmse": rmse})
     finite = [entry["nlml"] if np.isfinite(entry["nlml"]) else np.inf for entry in curve]
-    return {**curve[int(np.argmin(finite))], "steps": steps * checks, "curve": curve}
+    return {**curve[int(np.argmin(finite))], "steps": steps * checks, "cpu_seconds": seconds, "curve": curve}
 
 
 def log_scale(path: Path | None, fold: int) -> float:

@@ -307,9 +307,11 @@ def minimax_objective(
     L = cholesky(P)
     log_matrix = r * jnp.log(noise) + log_determinant(L)
     if form == "whitened":
-        half = solve_lower(L, batch_matrix(A, noise, scale) / noise[..., None, None])
-        D = jnp.eye(r, dtype=A.dtype) - solve_lower(L, jnp.swapaxes(half, -1, -2))
-        difference = jnp.sum(B * D, axis=(-2, -1))
+        # F = σ²I + (N/B) AAᵀ: one inverse does for both sides of both terms, and nothing r x r is solved with.
+        inverse = triangular_inverse(L)
+        U = matmul(inverse, A)
+        of_identity = jnp.sum((jnp.eye(r, dtype=A.dtype) - matmul(inverse, jnp.swapaxes(inverse, -1, -2))) * B, (-2, -1))
+        difference = of_identity - scale / noise * jnp.sum(U * matmul(B, U), (-2, -1))
     else:
         matrix = noise[..., None, None] * P
         size = jnp.sqrt(jnp.sum(matrix * matrix, axis=(-2, -1)))
