@@ -310,8 +310,9 @@ def minimax_objective(
         # F = σ²I + (N/B) AAᵀ: one inverse does for both sides of both terms, and nothing r x r is solved with.
         inverse = triangular_inverse(L)
         U = matmul(inverse, A)
-        of_identity = jnp.sum((jnp.eye(r, dtype=A.dtype) - matmul(inverse, jnp.swapaxes(inverse, -1, -2))) * B, (-2, -1))
-        difference = of_identity - scale / noise * jnp.sum(U * matmul(B, U), (-2, -1))
+        identity_less_first = jnp.eye(r, dtype=A.dtype) - matmul(inverse, jnp.swapaxes(inverse, -1, -2))
+        second = scale / noise * jnp.sum(U * matmul(B, U), axis=(-2, -1))
+        difference = jnp.sum(B * identity_less_first, axis=(-2, -1)) - second
     else:
         matrix = noise[..., None, None] * P
         size = jnp.sqrt(jnp.sum(matrix * matrix, axis=(-2, -1)))

@@ -8,9 +8,15 @@ from typing import Any
 
 import jax
 from jax import Array
+import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["PytreeFunction", "split_arrays"]
+__all__ = ["PytreeFunction", "is_key", "split_arrays"]
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed random keys."""
+    return isinstance(leaf, Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def split_arrays(tree: Any) -> tuple[Callable[[list], Any], list]:

@@ -28,6 +28,7 @@ from problems import log_normal
 import pytest
 
 import numpyro_sgp as sgp
+from numpyro_sgp.conditionals.weight_space import tempering
 from numpyro_sgp.inducing import InducingPoints
 from numpyro_sgp.kernels import SquaredExponential
 from numpyro_sgp.sites import DatumSites
@@ -302,3 +303,54 @@ def test_training_hyperparameters_in_float32_reaches_the_bound_of_float64():
     # 200 rows, each with the error M u = 2e-6 of its variance times the slope 1 / 2σ² = 11, are 5e-3 nats for one
     # product of size M; whitening, the change of basis of the sites and their posterior are some of them.
     assert_allclose(in_float32[-1], -bound - log_prior, rtol=0.0, atol=2e-2)
+
+
+def waves(X):
+    """Features of one column of inputs; the last is active at none of the data."""
+    x = X[..., :1]
+    return jnp.concatenate([jnp.ones_like(x), *(jnp.cos(k * x) for k in range(1, 6)), jnp.maximum(x - 3.5, 0.0)], -1)
+
+
+@pytest.mark.parametrize("form", ["natural", "mean"])
+def test_weights_that_the_data_settle_beyond_float32_are_trained_and_the_prior_of_the_others_stays(form):
+    """N k/σ² = 2e9, two hundred times 1/ε: the sum of the prior's precision and the data's has no digit of the former."""
+    n, noise = 2000, 2e-3
+    inputs = np.linspace(0.0, 3.0, n)[:, None]
+    Phi = np.asarray(waves(inputs), np.float64)
+    w = np.random.default_rng(0).normal(size=Phi.shape[1])
+    y = Phi @ w + noise * np.random.default_rng(1).normal(size=n)
+
+    def deep(X, y=None, num_data=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(sgp.features.FeatureMap(lambda _, X: waves(X), ()), X))
+        with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, np.float32(noise)), obs=y)
+
+    guide = sgp.AutoWeightSpaceGP(deep, parametrization=form, base=AutoDelta)
+    others = optax.adam(optax.cosine_decay_schedule(0.05, 1500))
+    optim = sgp.NaturalGradient(lambda t: 1.0 / (1.0 + t), others if form == "mean" else optax.set_to_zero())
+    svi = SVI(deep, guide, optim, sgp.QuadratureELBO(num_nodes=3))
+    data = np.float32(inputs), np.float32(y)
+    num_steps = 1500 if form == "mean" else 60
+    result = sgp.fit(svi, jax.random.key(0), data, batch_size=100, num_steps=num_steps, progress_bar=False)
+    assert np.isfinite(result.losses).all()
+    assert int(sgp.num_refused(result.state)) == 0
+
+    settled = np.float32([[0.2], [1.5], [2.9]])
+    q = guide.posterior(jax.random.key(0), result.params, np.concatenate([settled, [[np.float32(5.5)]]]))["f"]
+    truth = np.asarray(waves(settled), np.float64) @ w
+    assert_allclose(q.mean[:3], truth, atol=2e-3 if form == "natural" else 2e-2)
+    assert (q.variance[:3] < 1e-5).all()
+    # There the last feature is 2, its weight as uncertain as before; in float32 sums of 1 and 1e9 it would be certain.
+    assert_allclose(q.variance[3], 4.0, rtol=1e-2)
+
+
+def test_the_power_that_sites_are_tempered_by_is_one_until_rounding_matters_and_never_overflows():
+    epsilon = 2.0**-23
+    trace = np.float32([0.0, 1.0, 1e5, 0.25 / epsilon, 1.0 / epsilon, 1e9, 1e20, 1e38])
+    alpha = jax.vmap(jax.value_and_grad(tempering))(jnp.asarray(trace))
+    x = epsilon * np.float64(trace)
+    expected = (1.0 + x**4) ** -0.25
+    assert_allclose(alpha[0], expected, rtol=1e-6)
+    assert_allclose(alpha[1], -epsilon * x**3 * expected**5, rtol=1e-5, atol=1e-45)
+    assert (alpha[0][:3] == 1.0).all()
+    assert alpha[0][3] > 0.999

@@ -64,10 +64,9 @@ class InducingBasis(AbstractFiniteRank):
     def prior_precision(self, index: ArrayLike | None = None) -> Array:
         """Kuu with its jitter, (..., r, r), or the rows and columns at `index`, (..., K, K)."""
         inducing = self._inducing if index is None else self._inducing.take(jnp.asarray(index))
-        if index is None:
-            Kuu = inducing.Kuu(self.kernel)
-            return with_jitter(Kuu, self._relative_jitter(Kuu.dtype))
         Kuu = inducing.Kuu(self.kernel)
+        if index is None:
+            return with_jitter(Kuu, self._relative_jitter(Kuu.dtype))
         # An index may occur twice: the jitter belongs to the variable, as its variance does.
         shift = self._relative_jitter(Kuu.dtype) * jnp.mean(self._inducing.Kuu_diagonal(self.kernel), axis=-1)
         same = jnp.asarray(index)[:, None] == jnp.asarray(index)[None, :]

@@ -8,6 +8,7 @@ from numpyro.infer import SVI
 
 from numpyro_sgp.autoguide import AbstractAutoSparseGP
 from numpyro_sgp.optim import NaturalGradient
+from numpyro_sgp.optim.evaluating import scheduled
 from numpyro_sgp.sites import TiedSites
 
 __all__ = ["warn_of_few_rows"]
@@ -45,7 +46,7 @@ def warn_of_few_rows(svi: SVI, state: Any, batch_size: int, rows: int, num_steps
     if not ranks:
         return
     half = state.optim_state[0] + num_steps // 2
-    rate = float(optim.step_size(jnp.asarray(half)) if callable(optim.step_size) else optim.step_size)
+    rate = float(scheduled(optim.step_size, jnp.asarray(half)))
     site, rank = max(ranks.items(), key=lambda item: item[1])
     averaged = batch_size / rate if rate > 0.0 else float("inf")
     if averaged < (1.0 - 1e-5) * _ROWS_FOR_EACH_WEIGHT * rank:  # a schedule may compute just that in float32

@@ -40,6 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgp.checks import positive
+from numpyro_sgp.pytrees import is_key
 
 __all__ = ["Checkpoint", "StoredCheckpoint", "load_checkpoint", "read_checkpoint", "save_checkpoint"]
 
@@ -212,7 +213,7 @@ class StoredCheckpoint:
 
     def _leaf(self, path: str, like: Any) -> Any:
         stored = self.arrays[path]
-        if _is_key(like):
+        if is_key(like):
             value = _keys(stored, self.dtypes[path])
             return jax.device_put(value, like.sharding) if like.committed else value
         if isinstance(like, bool | int | float | complex):
@@ -331,7 +332,7 @@ def _member(archive: zipfile.ZipFile, name: str, sha256: str) -> bytes:
 
 
 def _npy(leaf: Any, path: str) -> bytes:
-    array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    array = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
     if array.dtype.kind not in "biufcV" or array.dtype.names is not None:
         msg = f"A checkpoint holds arrays of numbers, got {type(leaf).__name__} of dtype {array.dtype} at {path!r}."
         raise TypeError(msg)
@@ -351,12 +352,8 @@ def _from_bytes(stored: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> np.nd
     return np.frombuffer(stored.tobytes(), jnp.dtype(dtype)).reshape(shape)
 
 
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _dtype_name(leaf: Any) -> str:
-    if _is_key(leaf):
+    if is_key(leaf):
         return f"key<{jax.random.key_impl(leaf)}>"
     return str(np.asarray(leaf).dtype if isinstance(leaf, bool | int | float | complex) else leaf.dtype)
 

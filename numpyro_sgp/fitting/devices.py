@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
+from numpyro_sgp.pytrees import is_key
+
 __all__ = ["AbstractPlacement", "checked_placement"]
 
 
@@ -128,12 +130,12 @@ class OnMesh(AbstractPlacement):
     def _replicate(self, like: Any, words: Any) -> Any:
         words = np.asarray(words)
         array = jax.make_array_from_callback(words.shape, self.replicated, lambda index: words[index])
-        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(like)) if _is_key(like) else array
+        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(like)) if is_key(like) else array
 
     def own(self, state: Any) -> Any:
         def copy(leaf: Any) -> Any:
             array = jnp.asarray(_words(leaf))  # not committed to a device: it goes with arrays on any
-            return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else array
+            return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key(leaf) else array
 
         return jax.tree.map(copy, state)
 
@@ -201,13 +203,9 @@ def checked_placement(sharding: Any, batch_size: int, rows: int) -> AbstractPlac
     return OnMesh(automatic, batch_size)
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _words(leaf: Any) -> np.ndarray:
     """The numbers of an array or of keys, on the host."""
-    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
 
 
 @jax.jit

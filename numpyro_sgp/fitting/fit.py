@@ -115,7 +115,6 @@ def fit(
             "batch_size": np.asarray(batch_size),
             "num_data": np.asarray(rows),
             "rng_key": batches.order,
-            "stopped": np.asarray(False),
         },
         callbacks,
         files,
@@ -179,6 +178,7 @@ class _Run:
         self.saved_step = -1
         self.losses = np.empty(0)
         self.refused = 0
+        self.stopped = False  # by a callback
         self.unclaimed: list[dict[str, Any]] = []  # of callbacks that this run, resumed, does not have
 
     def begin(self, loss_dtype: np.dtype, num_steps: int) -> None:
@@ -195,9 +195,9 @@ class _Run:
 
     def _resume(self, path: os.PathLike, num_steps: int) -> None:
         stored = read_checkpoint(path)
-        run = stored.restored(self.identity, "/run")
+        run = stored.restored({**self.identity, "stopped": np.asarray(self.stopped)}, "/run")
         for name, value in self.identity.items():
-            if name != "stopped" and not np.array_equal(run[name], value):
+            if not np.array_equal(run[name], value):
                 values = "another `rng_key`" if name == "rng_key" else f"`{name}` {run[name]}, this run has {value}"
                 msg = (
                     f"The checkpoint {os.fspath(path)!r} was written by a run with {values}. Continue with the same, "
@@ -215,7 +215,7 @@ class _Run:
         self.losses[: len(losses)] = losses
         self.step = self.saved_step = len(losses)
         # Without a callback there is nothing that could want the run stopped.
-        self.identity["stopped"] = np.asarray(bool(run["stopped"]) and bool(self.callbacks))
+        self.stopped = bool(run["stopped"]) and bool(self.callbacks)
         # By class, in order: /callbacks/0/EarlyStopping, /callbacks/2/EarlyStopping, …
         entries = [(root.split("/")[2:], saved) for root, saved in stored.entries("/callbacks").items()]
         remembered = [(name, saved) for (_, name), saved in sorted(entries, key=lambda entry: int(entry[0][0]))]
@@ -224,10 +224,6 @@ class _Run:
             callback.begin(None if own is None else own[1])
             remembered = [entry for entry in remembered if entry is not own]
         self.unclaimed = [{name: saved} for name, saved in remembered]
-
-    @property
-    def stopped(self) -> bool:
-        return bool(self.identity["stopped"])
 
     def next_stop(self, num_steps: int) -> int:
         """The next step at which something other than a step is to be done."""
@@ -250,7 +246,7 @@ class _Run:
                 )
             )
             if self.placement.agreed(bool(stop)):
-                self.identity["stopped"] = np.asarray(True)
+                self.stopped = True
         if self.files and (self.step % self.files.every == 0 or self.stopped or self.step == num_steps):
             if self.placement.leads:
                 self.files.save(self.step, self._contents())
@@ -261,7 +257,7 @@ class _Run:
         return {
             "state": self.state,
             "losses": self.losses[: self.step],
-            "run": self.identity,
+            "run": {**self.identity, "stopped": np.asarray(self.stopped)},
             "callbacks": callbacks + self.unclaimed,
         }
 

@@ -1,6 +1,5 @@
 """`DualAscent`: natural steps on the coefficients of a mean whose basis is the data."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -14,9 +13,12 @@ from numpyro_sgp.optim.evaluating import (
     AbstractEvaluatingOptimizer,
     LossFn,
     Params,
+    StepSize,
     all_finite,
+    checked,
     moved_or_kept,
     own_copy,
+    scheduled,
     stays_finite,
     transformation,
 )
@@ -93,31 +95,24 @@ class DualAscent(AbstractEvaluatingOptimizer):
 
     def __init__(
         self,
-        step_size: float | Callable[[Array], Array] = 0.01,
+        step_size: StepSize = 0.01,
         others: optax.GradientTransformation | None = None,
         *,
         momentum: float = 0.9,
         averaging: float | None = 0.01,
         refresh: int = 1000,
     ) -> None:
-        first = step_size(jnp.asarray(0)) if callable(step_size) else step_size
-        for name, value, inside, needed in (
-            ("step_size", first, lambda x: 0.0 < x <= 1.0, "lie in (0, 1]"),
-            ("momentum", momentum, lambda x: 0.0 <= x < 1.0, "lie in [0, 1)"),
-            ("averaging", averaging, lambda x: x is None or 0.0 < x <= 1.0, "lie in (0, 1] or be None"),
-        ):
-            try:
-                right = bool(inside(value))
-            except (TypeError, ValueError):
-                right = False
-            if not right:
-                hint = " `AutoDecoupledGP.dual_step_size` finds one." if name == "step_size" else ""
-                msg = f"`{name}` must {needed}, got {value!r}.{hint}"
-                raise ValueError(msg)
-        self.step_size = step_size
+        hint = "`AutoDecoupledGP.dual_step_size` finds one."
+        self.step_size = checked("step_size", step_size, lambda x: 0.0 < x <= 1.0, "lie in (0, 1]", hint)
+        self.momentum = checked("momentum", momentum, lambda x: 0.0 <= x < 1.0, "lie in [0, 1)", "The default is 0.9.")
+        self.averaging = checked(
+            "averaging",
+            averaging,
+            lambda x: x is None or 0.0 < x <= 1.0,
+            "lie in (0, 1] or be None",
+            "The default is 0.01.",
+        )
         self.others = None if others is None else transformation("others", others, "1e-3")
-        self.momentum = momentum
-        self.averaging = averaging
         self.refresh = positive("refresh", refresh, "The default is 1000.")
 
     def init(self, params: Params) -> tuple[Array, DualAscentState]:
@@ -182,7 +177,7 @@ class DualAscent(AbstractEvaluatingOptimizer):
 
         zero = {name: _zero(inner.params[name], vectors) for name, vectors in inner.vectors.items()}
         (loss, aux), (responses, grads) = jax.value_and_grad(loss_fn, (0, 1), has_aux=True)(zero, others)
-        rate = self.step_size(step) if callable(self.step_size) else self.step_size
+        rate = scheduled(self.step_size, step)
         moved = {
             name: self._moved(done, rate, vectors, responses[name], _only(rows_seen[name], name))
             for name, vectors in inner.vectors.items()

@@ -14,15 +14,37 @@ __all__ = [
     "AbstractEvaluatingOptimizer",
     "LossFn",
     "Params",
+    "StepSize",
     "all_finite",
+    "checked",
     "moved_or_kept",
     "own_copy",
+    "scheduled",
     "stays_finite",
     "transformation",
 ]
 
 Params = dict[str, Any]
 LossFn = Callable[[Params], tuple[Array, Any]]
+StepSize = float | Callable[[Array], Any]  # a number, or an optax schedule of it
+
+
+def scheduled(step_size: StepSize, step: Array) -> Any:
+    """The step size at a step."""
+    return step_size(step) if callable(step_size) else step_size
+
+
+def checked(name: str, value: Any, allowed: Callable[[Any], bool], needed: str, hint: str = "") -> Any:
+    """An argument whose value, that of a schedule at the first step, is allowed, or an error that says what is."""
+    first = scheduled(value, jnp.asarray(0))
+    try:
+        right = bool(allowed(first))
+    except (TypeError, ValueError):
+        right = False
+    if not right:
+        msg = f"`{name}` must {needed}, got {first!r}. {hint}".rstrip()
+        raise ValueError(msg)
+    return value
 
 
 def transformation(name: str, value: Any, rate: str = "1e-2") -> optax.GradientTransformationExtraArgs:

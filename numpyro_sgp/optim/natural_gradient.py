@@ -1,6 +1,5 @@
 """`NaturalGradient`: natural steps for sites, any optax transformation for the rest, in one forward pass."""
 
-from collections.abc import Callable
 import dataclasses
 from typing import Any, NamedTuple, cast
 
@@ -16,8 +15,11 @@ from numpyro_sgp.optim.evaluating import (
     AbstractEvaluatingOptimizer,
     LossFn,
     Params,
+    StepSize,
     all_finite,
+    checked,
     own_copy,
+    scheduled,
     stays_finite,
     transformation,
 )
@@ -112,7 +114,7 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
 
     def __init__(
         self,
-        step_size: float | Callable[[Array], Array] = 0.5,
+        step_size: StepSize = 0.5,
         others: optax.GradientTransformation | None = None,
         *,
         e_steps: int = 1,
@@ -120,14 +122,8 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
         in_turn: bool = False,
         floor: float | None = 0.0,
     ) -> None:
-        first = step_size(jnp.asarray(0)) if callable(step_size) else step_size
-        try:
-            in_range = bool(0.0 < first <= 1.0)
-        except (TypeError, ValueError):
-            in_range = False
-        if not in_range:
-            msg = f"`step_size` must lie in (0, 1], got {first!r}. 1 is a full step; minibatches want 0.1 or less."
-            raise ValueError(msg)
+        hint = "1 is a full step; minibatches want 0.1 or less."
+        self.step_size = checked("step_size", step_size, lambda rho: 0.0 < rho <= 1.0, "lie in (0, 1]", hint)
         for name, value in (("e_steps", e_steps), ("m_steps", m_steps)):
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
                 msg = f"`{name}` must be a non-negative integer, got {value!r}. The default is 1."
@@ -135,7 +131,6 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
         if e_steps + m_steps == 0:
             msg = "`e_steps` and `m_steps` are both 0, so that an update would do nothing. The default is 1 of each."
             raise ValueError(msg)
-        self.step_size = step_size
         self.others = transformation("others", optax.adam(1e-2) if others is None else others)
         self.e_steps = int(e_steps)
         self.m_steps = int(m_steps)
@@ -173,8 +168,7 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
         step, inner = state
         # A step succeeds when the loss is found finite where it led, which is here; so the length doubles only now.
         damping = jnp.where(inner.retrying, inner.damping, jnp.minimum(2.0 * inner.damping, 1.0))
-        rate = self.step_size(step) if callable(self.step_size) else self.step_size
-        rate = jnp.asarray(rate, damping.dtype) * damping
+        rate = jnp.asarray(scheduled(self.step_size, step), damping.dtype) * damping
         at_once = self.e_steps == self.m_steps == 1 and not self.in_turn
         iterate = self._simultaneous if at_once else self._alternating
         loss, aux, finite, there = iterate(fn, *_split(inner.params), inner.others_state, rate, damping)

@@ -1,6 +1,5 @@
 """`RowSparse`: updates of sampled rows of long tables, at a cost that does not depend on how long these are."""
 
-from collections.abc import Callable
 import dataclasses
 from typing import Any, NamedTuple, cast
 
@@ -14,8 +13,11 @@ from numpyro_sgp.optim.evaluating import (
     AbstractEvaluatingOptimizer,
     LossFn,
     Params,
+    StepSize,
     all_finite,
+    checked,
     moved_or_kept,
+    scheduled,
     stays_finite,
     transformation,
 )
@@ -82,21 +84,14 @@ class RowSparse(AbstractEvaluatingOptimizer):
 
     def __init__(
         self,
-        step_size: float | Callable[[Array], Array] = 0.1,
+        step_size: StepSize = 0.1,
         others: optax.GradientTransformation | None = None,
         *,
         refresh: int = 10_000,
         seed: int = 0,
     ) -> None:
-        first = step_size(jnp.asarray(0)) if callable(step_size) else step_size
-        try:
-            in_range = bool(first > 0.0)
-        except (TypeError, ValueError):
-            in_range = False
-        if not in_range:
-            msg = f"`step_size` must be positive, or a schedule of positive numbers, got {first!r}. The default is 0.1."
-            raise ValueError(msg)
-        self.step_size = step_size
+        needed = "be positive, or a schedule of positive numbers"
+        self.step_size = checked("step_size", step_size, lambda rate: rate > 0.0, needed, "The default is 0.1.")
         self.others = transformation("others", optax.adam(1e-3) if others is None else others, "1e-3")
         self.refresh = positive("refresh", refresh, "The default is 10000.")
         self.seed = seed
@@ -155,7 +150,7 @@ class RowSparse(AbstractEvaluatingOptimizer):
             zero, inner.params, asked
         )
         _check_integrated(integrated)
-        rate = self.step_size(step) if callable(self.step_size) else self.step_size
+        rate = scheduled(self.step_size, step)
         updates, others_state = self.others.update(grads, inner.others_state, inner.params, value=loss)
         others = cast(Params, optax.apply_updates(inner.params, updates))
         squares = jax.tree.map(lambda g: g * g, gradient)
