@@ -476,6 +476,18 @@ def test_the_progress_bar_shows_average_loss_time_left_and_refused_steps(capfd):
     assert f"refused: {refused}" in shown
 
 
+@pytest.mark.once
+def test_a_run_that_refuses_many_steps_says_so_when_it_ends_and_counts_its_own_only():
+    y = np.where(np.arange(N) == 3, np.nan, Y)  # one batch of an epoch cannot be evaluated, and the step after it is
+    svi = gp_svi("tied")
+    with pytest.warns(UserWarning, match=r"of 60 steps were refused, because .* `num_refused\(result.state\)` counts"):
+        stalled = quiet_fit(svi, KEY, (X, y), batch_size=BATCH, num_steps=60)
+    assert sgp.num_refused(stalled.state) > 10
+    # The state goes on counting; of these steps none is refused, and a warning would be an error.
+    after = quiet_fit(svi, KEY, (X, Y), batch_size=BATCH, num_steps=60, init_state=stalled.state)
+    assert sgp.num_refused(after.state) == sgp.num_refused(stalled.state)
+
+
 def test_without_progress_bar_nothing_is_printed(capfd):
     quiet_fit(linear_svi(), KEY, (X, Y), batch_size=BATCH, num_steps=3)
     assert capfd.readouterr() == ("", "")

@@ -7,6 +7,7 @@ import functools
 import os
 import time
 from typing import Any, cast
+import warnings
 
 import jax
 from jax import Array
@@ -22,11 +23,15 @@ from numpyro_sgp.fitting.callbacks import AbstractCallback, FitProgress, as_call
 from numpyro_sgp.fitting.checkpoint import Checkpoint, read_checkpoint
 from numpyro_sgp.fitting.devices import AbstractPlacement, checked_placement
 from numpyro_sgp.fitting.program import Arguments, Program, initial_state
+from numpyro_sgp.optim import num_refused
 
 __all__ = ["fit"]
 
 # A dispatch costs about a tenth of a millisecond; a progress bar moves ten times in a second.
 _DISPATCH_SECONDS = 0.1
+
+# A few steps are refused where a batch has an outlier or a step is too long, and training goes on.
+_TOLERATED_REFUSALS = 0.1
 
 
 def fit(
@@ -84,7 +89,8 @@ def fit(
             `sharding` is not a `NamedSharding`.
 
     Warns:
-        UserWarning: natural steps on minibatches that average a posterior over weights over few rows for its rank.
+        UserWarning: natural steps on minibatches that average a posterior over weights over few rows for its rank; more
+            than a tenth of the steps were refused.
 
     Example:
         >>> import jax, numpy as np, numpyro, numpyro.distributions as dist, optax, numpyro_sgp as sgp
@@ -124,10 +130,25 @@ def fit(
     warn_of_few_rows(svi, run.state, batch_size, rows, num_steps)
     program = Program(svi, arguments, run.state, batches, placement, stable_update)
     run.begin(program.loss_dtype, num_steps)
+    begun_at, refused_before = run.step, int(num_refused(run.state)) if program.counts_refused else 0
     with _progress(progress_bar and placement.leads, run, num_steps, program.counts_refused) as show:
         _steps(program, batches, run, num_steps, show)
+    if program.counts_refused and placement.leads:
+        _warn_of_refusals(int(num_refused(run.state)) - refused_before, run.step - begun_at)
     state = run.state if placement.outputs is None else placement.own(run.state)
     return SVIRunResult(svi.get_params(state), state, jnp.asarray(run.losses[: run.step]))
+
+
+def _warn_of_refusals(refused: int, steps: int) -> None:
+    """Nothing that is refused is learnt, and a run without a progress bar shows no other sign of it."""
+    if refused > max(_TOLERATED_REFUSALS * steps, 10):
+        warnings.warn(
+            f"{refused} of {steps} steps were refused, because a loss, a gradient or a parameter was not finite, and "
+            "training may have stalled. Give the optimizer a smaller `step_size`, start from an older state, or use "
+            "float64; `num_refused(result.state)` counts them.",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _facts(
