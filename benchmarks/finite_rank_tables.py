@@ -224,13 +224,14 @@ def problem(path: Path | None, fold: int) -> tuple:
 
 
 def figure(result: dict, path: Path) -> None:
-    """Both measures along the runs of the first fold: a column for each table."""
+    """Both measures along the runs of the first fold and the first batch size: a column for each data set."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    cells = list(dict.fromkeys(key.rpartition("/")[0] for key in result["runs"]))
+    tables = list(dict.fromkeys(key.rpartition("/")[0] for key in result["runs"]))
+    cells = [cell for cell in tables if cell.rpartition("/")[2] == tables[0].rpartition("/")[2]]
     panel, axes = plt.subplots(
         2, len(cells), figsize=(1.4 + 2.3 * len(cells), 4.6), layout="constrained", squeeze=False, sharex="col"
     )
@@ -250,7 +251,6 @@ def figure(result: dict, path: Path) -> None:
         name, kind, batch = cell.split("/")
         column[0].set_title(f"{name}, {kind}, B = {batch}", fontsize=9)
         column[1].set_xlabel("epochs")
-        column[1].set_yscale("log")
     axes[0, 0].set_ylabel("−log p(y) a row")
     axes[1, 0].set_ylabel("RMSE on held-out rows")
     handles = {label: handle for ax in axes[0] for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
