@@ -19,13 +19,18 @@ _DIRECT_WIDTH = 3
 _COLUMNS_PER_PASS = 8
 
 
-@jax.custom_jvp
 def squared_distance(X: Array, Z: Array) -> Array:
     """|x_n − z_m|², (..., N, M), never negative and exactly zero for equal rows."""
     D = X.shape[-1]
-    if D <= _DIRECT_WIDTH:
-        columns = (jnp.square(X[..., :, None, d] - Z[..., None, :, d]) for d in range(D))
-        return sum(columns, start=next(columns))
+    if D > _DIRECT_WIDTH:
+        return _by_products(X, Z)
+    columns = (jnp.square(X[..., :, None, d] - Z[..., None, :, d]) for d in range(D))
+    return sum(columns, start=next(columns))
+
+
+@jax.custom_jvp
+def _by_products(X: Array, Z: Array) -> Array:
+    D = X.shape[-1]
     norms = jnp.sum(X * X, axis=-1)[..., :, None] + jnp.sum(Z * Z, axis=-1)[..., None, :]
     r2 = norms - 2.0 * matmul(X, jnp.matrix_transpose(Z))
     # Rounding leaves equal rows at up to 0.7 √D ε (|x|² + |z|²), measured for D = 4 to 3000: below three times that is
@@ -34,13 +39,13 @@ def squared_distance(X: Array, Z: Array) -> Array:
     return jnp.where(r2 <= rounding * norms, 0.0, r2)
 
 
-@squared_distance.defjvp
-def _squared_distance_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+@_by_products.defjvp
+def _by_products_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     (X, Z), (dX, dZ) = primals, tangents
     # d|x − z|² = 2 (x − z)ᵀ(dx − dz), whatever rounding did to the value: products again, and no (N, M, D) array.
     own = jnp.sum(X * dX, axis=-1)[..., :, None] + jnp.sum(Z * dZ, axis=-1)[..., None, :]
     cross = matmul(X, jnp.matrix_transpose(dZ)) + matmul(dX, jnp.matrix_transpose(Z))
-    return squared_distance(X, Z), 2.0 * (own - cross)
+    return _by_products(X, Z), 2.0 * (own - cross)
 
 
 # Matérn profiles as functions of q = a², a = √(2ν) r, with their derivatives d/dq. Autodiff through √q has an infinite

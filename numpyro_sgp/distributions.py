@@ -86,7 +86,6 @@ class GaussianProcess(dist.Distribution):
 
     arg_constraints = {}
     support = constraints.real_vector  # pyright: ignore[reportAssignmentType]
-    reparametrized_params = ["kernel", "X", "prior_mean"]
     pytree_data_fields = ("kernel", "X", "prior_mean", "mean_function", "jitter")
 
     def __init__(
@@ -98,10 +97,11 @@ class GaussianProcess(dist.Distribution):
         jitter: float | None = None,
         validate_args: bool | None = None,
     ) -> None:
-        if not callable(kernel):
+        if not callable(kernel) or isinstance(kernel, type):
+            got = f"the class {kernel.__name__}" if isinstance(kernel, type) else type(kernel).__name__
             msg = (
-                f"`kernel` must be callable as k(X) and k(X, Z), got {type(kernel).__name__}. "
-                "Take one from `numpyro_sgp.kernels` or tinygp."
+                f"`kernel` must be callable as k(X) and k(X, Z), got {got}. Take one from `numpyro_sgp.kernels` or "
+                "tinygp, with its hyperparameters."
             )
             raise TypeError(msg)
         self.X = _check_inputs(X)
@@ -114,8 +114,22 @@ class GaussianProcess(dist.Distribution):
         extends = callable(mean) or np.ndim(mean) == 0
         self.mean_function = (PytreeFunction.of(mean) if callable(mean) else mean) if extends else None
         variances = jax.eval_shape(lambda X: kernel(X), self.X)
+        if variances.shape[-1:] != self.X.shape[-2:-1] or variances.shape[-2:] == 2 * self.X.shape[-2:-1]:
+            pairs = jax.eval_shape(lambda X: kernel(X, X), self.X)
+            if pairs.shape != (*variances.shape, self.X.shape[-2]):
+                msg = (
+                    f"`kernel` must give variances k(X), (..., N), and covariances k(X, Z), (..., N, M), got shapes "
+                    f"{variances.shape} and {pairs.shape} at N = M = {self.X.shape[-2]}. Where k(X) is the matrix, "
+                    "give a function whose k(X) is its diagonal."
+                )
+                raise ValueError(msg)
         batch_shape = np.broadcast_shapes(variances.shape[:-1], self.prior_mean.shape[:-1], self.X.shape[:-2])
         super().__init__(batch_shape, (self.X.shape[-2],), validate_args=validate_args)
+
+    @property
+    def has_rsample(self) -> bool:
+        """Draws have gradients with respect to everything that they are made of."""
+        return True
 
     @property
     def relative_jitter(self) -> float:
@@ -132,6 +146,7 @@ class GaussianProcess(dist.Distribution):
         return self.prior_mean + matvec(self._root(), noise)
 
     def log_prob(self, value: Array) -> Array:
+        check_rows(value, self.event_shape)
         L = self._root()
         residual = solve_lower(L, (value - self.prior_mean)[..., None])[..., 0]
         N = self.event_shape[0]
@@ -162,7 +177,6 @@ class SparsePosterior(dist.Distribution):
 
     arg_constraints = {}
     support = constraints.real_vector  # pyright: ignore[reportAssignmentType]
-    reparametrized_params = ["prior", "moments"]
     pytree_data_fields = ("prior", "moments")
     pytree_aux_fields = ("joint",)
 
@@ -174,6 +188,11 @@ class SparsePosterior(dist.Distribution):
         self.joint = joint
         shape = jnp.broadcast_shapes(batch_shape, moments.mean.shape[:-1], prior.batch_shape)
         super().__init__(shape, prior.event_shape, validate_args=False)
+
+    @property
+    def has_rsample(self) -> bool:
+        """Draws have gradients with respect to everything that they are made of."""
+        return True
 
     @property
     def mean(self) -> Array:
@@ -280,6 +299,16 @@ def _kl_sparse_posterior_gaussian_process(p: SparsePosterior, q: GaussianProcess
     return p.kl
 
 
+def check_rows(value: Any, event_shape: tuple[int, ...]) -> None:
+    """Raise where a value has not one number for each row, which would be broadcast to a table of all pairs."""
+    if np.shape(value)[-1:] != event_shape:
+        msg = (
+            f"The value must have shape (..., {event_shape[0]}), a number for each row of `X` along the last axis, got "
+            f"{np.shape(value)}. For a column of outcomes use y[:, 0]."
+        )
+        raise ValueError(msg)
+
+
 def unwrap(fn: dist.Distribution) -> dist.Distribution:
     """The distribution inside plates' expansions, masks and `to_event`."""
     while isinstance(fn, ExpandedDistribution | MaskedDistribution | Independent):
@@ -297,8 +326,9 @@ def rewrap(fn: dist.Distribution, replace: Callable[[Any, tuple[int, ...]], dist
     if isinstance(fn, Independent):
         return rewrap(fn.base_dist, replace).to_event(fn.reinterpreted_batch_ndims)
     if isinstance(fn, ExpandedDistribution):
-        batch_shape = fn.batch_shape
-        return rewrap(fn.base_dist, lambda inner, _: replace(inner, batch_shape))
+        # What lies between (masks, `to_event`) may have moved axes of the inside's batch to the event.
+        own, expanded = len(fn.base_dist.batch_shape), fn.batch_shape
+        return rewrap(fn.base_dist, lambda inner, shape: replace(inner, expanded + shape[own:]))
     return replace(fn, fn.batch_shape)
 
 

@@ -25,10 +25,12 @@ def as_one_program(fn: Fn, static_argnums: int | tuple[int, ...] = ()) -> Fn:
         static_argnums: positional arguments that are no arrays.
     """
     compiled = jax.jit(fn, static_argnums=static_argnums)
+    static = {static_argnums} if isinstance(static_argnums, int) else set(static_argnums)
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        numbers = all(_is_number(leaf) for leaf in jax.tree.leaves((args, kwargs)))
+        arrays = [arg for position, arg in enumerate(args) if position not in static]
+        numbers = all(_is_number(leaf) for leaf in jax.tree.leaves((arrays, kwargs)))
         return compiled(*args, **kwargs) if numbers else fn(*args, **kwargs)
 
     return cast(Fn, wrapped)

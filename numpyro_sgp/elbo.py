@@ -168,7 +168,7 @@ class Particle:
         if not parents:
             return self.elbo_given(guide_trace, parents)
         pairs = self.loss.num_samples // 2
-        keys = jnp.repeat(jax.random.split(self.guide_key, pairs), 2)
+        keys = jnp.repeat(jax.random.split(self.guide_key, pairs), 2, axis=0)
         signs = jnp.tile(jnp.asarray([1.0, -1.0]), pairs)
 
         def draw(key: Array, sign: Array) -> tuple[Array, dict[str, Any] | None]:

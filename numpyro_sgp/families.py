@@ -18,6 +18,7 @@ from numpyro_sgp.conditionals import Moments
 from numpyro_sgp.distributions import GaussianProcess
 from numpyro_sgp.eager import as_one_program
 from numpyro_sgp.inducing import AbstractInducing, GrowingInducing, as_inducing, check_width
+from numpyro_sgp.pytrees import own_copy
 
 __all__ = [
     "AbstractPosteriorFamily",
@@ -85,7 +86,8 @@ def inducing_param(
 
     def init(rng_key: Array) -> AbstractInducing:
         made = inducing(prior.kernel, prior.X, rng_key) if callable(inducing) else inducing
-        return as_inducing(made, argument)
+        # The caller's array stays the caller's, also where the state is donated.
+        return own_copy(as_inducing(made, argument))
 
     value = param(symbol, init)
     check_width(value, prior.X, argument)

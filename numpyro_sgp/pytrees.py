@@ -11,12 +11,17 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["PytreeFunction", "is_key", "split_arrays"]
+__all__ = ["PytreeFunction", "is_key", "own_copy", "split_arrays"]
 
 
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is an array of typed random keys."""
     return isinstance(leaf, Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def own_copy(tree: Any) -> Any:
+    """A pytree in buffers of its own, so that a state that holds it twice can be donated."""
+    return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), tree)
 
 
 def split_arrays(tree: Any) -> tuple[Callable[[list], Any], list]:

@@ -14,7 +14,7 @@ import numpyro.distributions as dist
 from numpyro.distributions import constraints
 
 from numpyro_sgp.conditionals.moments import moments
-from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
+from numpyro_sgp.distributions import GaussianProcess, SparsePosterior, check_rows
 from numpyro_sgp.inducing import AbstractInducing, as_inducing, check_width
 from numpyro_sgp.linalg import (
     cholesky,
@@ -98,7 +98,6 @@ class SparseGPRegression(dist.Distribution):
 
     arg_constraints = {"noise_scale": constraints.positive}
     support = constraints.real_vector  # pyright: ignore[reportAssignmentType]
-    reparametrized_params = ["prior", "inducing", "noise_scale"]
     pytree_data_fields = ("prior", "inducing")
     pytree_aux_fields = ("bound",)
 
@@ -125,6 +124,11 @@ class SparseGPRegression(dist.Distribution):
         batch_shape = np.broadcast_shapes(self.prior.batch_shape, self.noise_scale.shape[:-1])
         super().__init__(batch_shape, self.prior.event_shape, validate_args=validate_args)
 
+    @property
+    def has_rsample(self) -> bool:
+        """Draws have gradients with respect to everything that they are made of."""
+        return True
+
     def _blocks(self) -> tuple[Array, Array, Array]:
         """Kuu with its jitter, Kuf and kff."""
         prior = self.prior
@@ -137,6 +141,7 @@ class SparseGPRegression(dist.Distribution):
         return jnp.asarray(y, self.prior.X.dtype) - self.prior.prior_mean
 
     def log_prob(self, value: Array) -> Array:
+        check_rows(value, self.event_shape)
         return collapsed_bound(*self._blocks(), self._residual(value), self.noise_scale**2, self.bound)
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:

@@ -21,8 +21,7 @@ class InducingReparam(Reparam):
     """f = mean + Aᵀv with v ~ N(0, I) and A = L⁻¹Kuf: M whitened variables in the place of N function values.
 
     For `numpyro.handlers.reparam(model, config={"f": InducingReparam(Z)})`. The site `f` becomes deterministic, and
-    `f_whitened` (M,) is what NUTS or a stock autoguide sees; it scales as O(N M) a draw once Kuu is factorised. With
-    Z = X it is the exact model, whitened.
+    `f_whitened` (M,) is what NUTS or a stock autoguide sees. With Z = X it is the exact model, whitened.
 
     Args:
         inducing: inducing inputs (M, D), or an inducing object.
@@ -32,7 +31,7 @@ class InducingReparam(Reparam):
 
     Raises:
         TypeError: the site is not a `GaussianProcess`, or `inducing` is a function.
-        ValueError: the site is observed; inducing inputs of another width than X; unknown `conditional`.
+        ValueError: the site is observed or masked; inducing inputs of another width than X; unknown `conditional`.
 
     References:
         Hensman, Matthews, Filippone and Ghahramani (2015), "MCMC for variationally sparse Gaussian processes": the
@@ -71,6 +70,13 @@ class InducingReparam(Reparam):
                 "`GaussianProcess` sites: name one of them in `config`."
             )
             raise TypeError(msg)
+        masked = isinstance(fn, dist.MaskedDistribution) and fn._mask is not True
+        if masked:
+            msg = (
+                f"The GP site {name!r} is masked, and a mask of rows does not say which whitened variables count. Mask "
+                "the likelihood."
+            )
+            raise ValueError(msg)
         if obs is not None:
             msg = (
                 f"The GP site {name!r} is observed, so that there is nothing to infer at it. Observe it through a "

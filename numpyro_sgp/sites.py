@@ -22,6 +22,7 @@ import numpy as np
 
 from numpyro_sgp.inducing import AbstractInducing
 from numpyro_sgp.linalg import matmul, matvec_transposed
+from numpyro_sgp.pytrees import own_copy
 
 __all__ = [
     "AbstractSites",
@@ -55,6 +56,7 @@ class AbstractSites:
             step_size: ρ in (0, 1]; 1 replaces the sites by their targets.
         """
         start = self if direction.moved is None else direction.moved
+        step_size = jnp.asarray(step_size, self.lambda1.dtype)  # sites of one model may have several dtypes
         return dataclasses.replace(
             start,
             lambda1=start.lambda1 - step_size * direction.epsilon1,
@@ -115,8 +117,9 @@ class DatumSites(AbstractSites):
     @classmethod
     def zeros(cls, batch_shape: tuple[int, ...], X: Array) -> "DatumSites":
         """Sites that change nothing: q is the prior."""
-        zeros = jnp.zeros((*batch_shape, X.shape[-2]), X.dtype)
-        return cls(zeros, zeros, X)
+        # In buffers of their own, so that a state with them can be donated.
+        first, second = (jnp.zeros((*batch_shape, X.shape[-2]), X.dtype) for _ in range(2))
+        return cls(first, second, own_copy(X))
 
     @property
     def fixed_X(self) -> Array:

@@ -32,7 +32,7 @@ from numpyro_sgp.families import (
 )
 from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, InducingPoints
 from numpyro_sgp.linalg import diagonal, solve_lower, with_jitter
-from numpyro_sgp.optim.evaluating import own_copy
+from numpyro_sgp.pytrees import own_copy
 from numpyro_sgp.regression import RegressionPosterior, started_sites
 from numpyro_sgp.sites import DatumSites, Perturbed, TiedSites, sites_of
 

@@ -22,6 +22,7 @@ import pytest
 from scipy import stats
 
 import numpyro_sgp as sgp
+from numpyro_sgp import features
 from numpyro_sgp.diagnostics.inference_data import to_arviz
 from numpyro_sgp.kernels import Matern52, SquaredExponential
 
@@ -721,3 +722,23 @@ def test_without_arviz_the_error_says_how_to_install_it(monkeypatch):
     with pytest.raises(ImportError) as caught:
         to_arviz(jax.random.key(0), svi_of(gaussian, None), {}, X, y)
     assert "pip install 'numpyro-sgp[arviz]'" in caught.value.__notes__[0]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("form", ["chevron", "inducing"])
+def test_draws_of_sampled_basis_functions_have_the_covariance_of_the_posterior(form):
+    kernel = features.RandomFourier(SquaredExponential(0.7), 20, jax.random.key(5))
+
+    def model(X, y=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(kernel, X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    own = {"inducing": Z} if form == "inducing" else {"covariance": "chevron", "dense_columns": 20}
+    guide = sgp.AutoQSGP(model, basis_batch=20, **own)
+    svi = SVI(model, guide, sgp.RowSparse(0.3, optax.adam(3e-2)), sgp.QuadratureELBO(num_nodes=3))
+    result = svi.run(jax.random.key(0), 100, X, y, progress_bar=False)
+    q = guide.posterior(jax.random.key(0), result.params, X)["f"]
+    assert (q.variance < 0.7).any()  # the prior's is 1
+    data = to_arviz(jax.random.key(1), svi, result, X, y, num_samples=2000)
+    assert_allclose(values(data, "posterior", "f").var(0), q.variance, rtol=0.2)

@@ -10,6 +10,7 @@ from numpy.testing import assert_allclose
 import oracles
 import pytest
 
+import numpyro_sgp as sgp
 from numpyro_sgp import conditionals, linalg
 from numpyro_sgp.conditionals.moments import whiten
 
@@ -308,3 +309,20 @@ def test_a_root_whitens_by_products_in_float64_as_by_solves_in_float32():
         for mine, plain in zip(ours, (plain_b, plain_b, plain_ub, both, both, unwhitened), strict=True):
             assert mine.dtype == dtype
             assert_allclose(mine, plain, rtol=0.0, atol=tolerance * np.abs(plain).max())
+
+
+@pytest.mark.parametrize("kernel", [sgp.kernels.Matern12, sgp.kernels.Matern32, sgp.kernels.SquaredExponential])
+def test_in_few_columns_float32_has_the_gradient_of_its_value_however_wide_the_data_are(kernel):
+    rng = np.random.default_rng(0)
+    inputs, W = np.sort(rng.uniform(0.0, 1000.0, size=(300, 1)), axis=0), rng.normal(size=(300, 300))
+
+    def weighted(lengthscale, dtype):
+        x = jnp.asarray(inputs, dtype)
+        return jnp.sum(jnp.asarray(W, dtype) * kernel(lengthscale)(x, x + dtype(0.1)))
+
+    found = jax.grad(weighted)(np.float32(1.0), np.float32)
+    with jax.enable_x64(True):
+        # At the inputs as float32 has them.
+        inputs = np.float64(np.float32(inputs))
+        expected = jax.grad(weighted)(np.float64(1.0), np.float64)
+    assert_allclose(found, expected, rtol=5e-3)

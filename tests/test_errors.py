@@ -105,6 +105,33 @@ def predict_without_parameters(missing):
 # By id: what the user does, the error's type, and the parts of its message: the argument, what came, what to do.
 MISTAKES = {
     # Inputs of the prior.
+    "kernel without its hyperparameters": (
+        lambda: sgp.GaussianProcess(sgp.kernels.Matern52, X),
+        TypeError,
+        ("`kernel`", "the class Matern52", "hyperparameters"),
+    ),
+    "kernel whose k(X) is the matrix": (
+        lambda: sgp.GaussianProcess(lambda X, Z=None: X @ (X if Z is None else Z).T, X),
+        ValueError,
+        ("`kernel`", "(..., N)", "diagonal"),
+    ),
+    "column of outcomes for a prior": (
+        lambda: sgp.GaussianProcess(KERNEL, X).log_prob(y[:, None]),
+        ValueError,
+        ("number for each row", f"({len(y)}, 1)", "y[:, 0]"),
+    ),
+    "column of outcomes for a regression": (
+        lambda: sgp.SparseGPRegression(KERNEL, X, Z, 0.1).log_prob(y[:, None]),
+        ValueError,
+        ("number for each row", f"({len(y)}, 1)", "y[:, 0]"),
+    ),
+    "quantiles of point estimates": (
+        lambda: (guide := TSVGP(with_noise, Z, base=AutoDelta)).quantiles(
+            initial_parameters(with_noise, guide, X, y), [0.5], X
+        ),
+        NotImplementedError,
+        ("AutoDelta", "`quantiles`", "`sample_posterior`"),
+    ),
     "X of one dimension": (
         lambda: sgp.GaussianProcess(KERNEL, X[:, 0]),
         ValueError,

@@ -14,7 +14,7 @@ from problems import D, Model
 import pytest
 
 import numpyro_sgp as sgp
-from numpyro_sgp.inducing import InducingPoints, selection
+from numpyro_sgp.inducing import BoundedInducingPoints, InducingPoints, as_inducing, selection
 
 pytestmark = pytest.mark.once
 
@@ -212,3 +212,39 @@ def test_a_box_without_extent_or_without_its_inputs_is_refused():
         sgp.BoundedInducingPoints.at(ROWS, 1.0, [2.0, 1.0])
     with pytest.raises(ValueError, match="inducing inputs lie outside of the box"):
         sgp.BoundedInducingPoints.at(ROWS, -0.5, 0.5)
+
+
+def test_inputs_that_are_not_numbers_are_told_and_nan_is_never_lost():
+    broken = np.where(np.arange(len(ROWS))[:, None] == 3, np.nan, ROWS)
+    for choose in (
+        lambda: sgp.suggest_num_inducing(kernel(), broken),
+        lambda: sgp.greedy_variance(kernel(), broken, num_inducing=5),
+    ):
+        with pytest.raises(ValueError, match="`X` has entries that are not finite"):
+            choose()
+    # Kuu of equal rows without jitter has no factor.
+    error = sgp.trace_error(kernel(), ROWS, np.repeat(ROWS[:2], 5, 0), jitter=0.0)
+    assert np.isnan([error.total, error.relative, error.largest]).all()
+    with pytest.raises(TypeError, match="masked array"):
+        sgp.subset(kernel(), np.ma.masked_greater(ROWS, 0.0), jax.random.key(0), num_inducing=3)
+    with pytest.raises(ValueError, match="`max_num_inducing` must be a positive integer"):
+        sgp.suggest_num_inducing(kernel(), ROWS, max_num_inducing=0)
+
+
+def test_whole_numbers_are_inputs_and_inducing_inputs_too():
+    whole = np.arange(10)[:, None]
+    found = sgp.trace_error(sgp.kernels.SquaredExponential(3.0), whole, whole[::3])
+    wanted = sgp.trace_error(
+        sgp.kernels.SquaredExponential(3.0), whole.astype(np.float32), whole[::3].astype(np.float32)
+    )
+    assert_allclose(found, wanted, rtol=1e-5)
+    made = as_inducing(InducingPoints(whole))
+    assert jnp.issubdtype(made.Z.dtype, jnp.floating)
+    with pytest.raises(ValueError, match="inducing"):
+        as_inducing(InducingPoints(np.full((3, 1), np.nan)))
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_box_has_the_dtype_of_its_inputs():
+    box = BoundedInducingPoints.at(np.linspace(0.0, 0.1, 5, dtype=np.float32)[:, None], 0.0, 0.1)
+    assert_allclose(box.Z[:, 0], np.linspace(0.0, 0.1, 5), atol=2e-4)

@@ -311,6 +311,19 @@ def test_batches_of_rows_have_the_ratios_of_all_rows():
         assert_allclose(parts, whole, atol=1e-9)
 
 
+@pytest.mark.once
+def test_arguments_that_are_no_arrays_are_the_same_in_all_batches():
+    def model(X, y, noise, num_data=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(SquaredExponential(0.8), X))
+        with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    svi, result = fitted(model, sgp.AutoTSVGP(model, Z), X, y, NOISE, steps=3)
+    whole = log_importance_ratios(jax.random.key(1), svi, result, X, y, NOISE, num_samples=5)
+    parts = log_importance_ratios(jax.random.key(1), svi, result, X, y, NOISE, num_samples=5, batch_size=4)
+    assert_allclose(parts, whole, atol=1e-9)
+
+
 def hierarchical(X, y=None):
     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.3))
     f = numpyro.sample("f", sgp.GaussianProcess(SquaredExponential(lengthscale), X))
@@ -319,13 +332,15 @@ def hierarchical(X, y=None):
 
 
 @pytest.mark.once
-def test_the_mean_ratio_is_the_bound_with_random_hyperparameters_too():
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_the_mean_ratio_is_the_bound_with_random_hyperparameters_too(scale):
+    model = hierarchical if scale is None else handlers.scale(hierarchical, scale=scale)
     # The Jacobian of log θ is part of q(θ): its mean is about 0.9 there.
     base = partial(AutoMultivariateNormal, init_loc_fn=init_to_value(values={"lengthscale": 0.4}))
-    svi, result = fitted(hierarchical, sgp.AutoTSVGP(hierarchical, Z, base=base), X, counts, steps=20)
+    svi, result = fitted(model, sgp.AutoTSVGP(model, Z, base=base), X, counts, steps=20)
     ratios = np.asarray(log_importance_ratios(jax.random.key(1), svi, result, X, counts, num_samples=2000))
     loss = sgp.QuadratureELBO(num_particles=2000).loss
-    bound = -loss(jax.random.key(2), result.params, hierarchical, svi.guide, X, counts)
+    bound = -loss(jax.random.key(2), result.params, model, svi.guide, X, counts)
     error = 2.0 * ratios.std() / np.sqrt(len(ratios))
     assert error < 0.1
     assert abs(ratios.mean() - bound) < 5 * error
@@ -525,10 +540,16 @@ def replicated(X, y=None):
         numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
 
 
+scaled = handlers.scale(normal, scale=0.5)
+
+
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("fn", "model", "args", "options", "message"),
     [
+        (loo_cavity, normal, (X[:4], y[:4]), {"num_data": N}, r"take \[\(14, 4\)\]"),
+        (loo_cavity, scaled, (X, y), {}, "'y' is scaled"),
+        (psis_khat, normal, (X, y), {"batch_size": 0}, "`batch_size` must be a positive integer"),
         (loo_cavity, deep, (X, y), {}, "GP on top of a GP"),
         (loo_cavity, replicated, (X, np.stack([y, y])), {}, r"shape \(2, 14\)"),
         (loo_cavity, normal, (X, y), {"var_name": "z"}, r"one of the observed sites \['y'\]"),

@@ -36,7 +36,10 @@ def model(X, y=None, rank=None):
 
 def svi_of(kind):
     adam, loss, own = optax.adam(1e-2), sgp.QuadratureELBO(num_nodes=3), model
-    if kind == "natural":
+    if kind in ("per_datum", "dense"):
+        guide = sgp.AutoTSVGP(own, None if kind == "dense" else Z, sites="per_datum")
+        optim = sgp.NaturalGradient(0.1, adam)
+    elif kind == "natural":
         guide, optim = sgp.AutoTSVGP(own, Z, learn_inducing=True), sgp.NaturalGradient(0.1, adam)
     elif kind == "growing":
         inducing = partial(sgp.growing, capacity=6)
@@ -56,7 +59,7 @@ def svi_of(kind):
 KINDS = ["natural", "growing", "dual", "rows", "adversarial"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "per_datum", "dense"])
 def test_a_fresh_state_can_be_donated(kind):
     svi = svi_of(kind)
     wanted, loss = jax.jit(svi.update)(svi.init(jax.random.key(0), X, Y), X, Y)
@@ -64,6 +67,15 @@ def test_a_fresh_state_can_be_donated(kind):
     assert_allclose(again, loss, rtol=1e-6)
     found, again = jax.jit(svi.update, donate_argnums=0)(found, X, Y)
     assert_allclose(again, jax.jit(svi.update)(wanted, X, Y)[1], rtol=1e-5)
+
+
+def test_what_the_caller_gave_outlives_a_donated_state():
+    inducing, inputs = jnp.asarray(Z), jnp.asarray(X)
+    for guide in (sgp.AutoTSVGP(model, inducing), sgp.AutoTSVGP(model, inducing, sites="per_datum")):
+        svi = SVI(model, guide, sgp.NaturalGradient(0.1, optax.adam(1e-2)), sgp.QuadratureELBO(num_nodes=3))
+        jax.jit(svi.update, donate_argnums=0)(svi.init(jax.random.key(0), inputs, Y), inputs, Y)
+        assert not inducing.is_deleted()
+        assert not inputs.is_deleted()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,6 +19,7 @@ import pytest
 from scipy import stats
 
 import numpyro_sgp as sgp
+from numpyro_sgp.distributions import rewrap
 from numpyro_sgp.kernels import Matern52
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -391,3 +392,54 @@ def test_no_tracer_leaks_from_a_step_or_a_posterior():
         mean = jax.jit(lambda X: guide.posterior(jax.random.key(0), params, X)["f"].mean)(X_new)
     assert_allclose(loss, loss_at(params, plain, guide, X, y), rtol=1e-10)
     assert_allclose(mean, X_new[:, 0], rtol=1e-10)  # the start is the prior
+
+
+def test_keys_of_either_kind_are_taken():
+    def deep(X, y=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(0.8), X))
+        g = numpyro.sample("g", sgp.GaussianProcess(sgp.kernels.SquaredExponential(0.8), f[:, None]))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(g, 0.3), obs=y)
+
+    X, key = np.linspace(0.0, 1.0, 5)[:, None], jax.random.PRNGKey(0)
+    guide = sgp.AutoSVGP(deep, {"f": X[::2], "g": X[::2]}, natural=True)
+    svi = SVI(deep, guide, sgp.NaturalGradient(0.1), sgp.QuadratureELBO(num_samples=4))
+    state = svi.init(key, X, X[:, 0])
+    state, loss = svi.update(state, X, X[:, 0])
+    assert np.isfinite(loss)
+    draws = guide.sample_posterior(key, svi.get_params(state), X, sample_shape=(3, 2))
+    assert draws["f"].shape == (3, 2, 5)
+
+
+def test_gp_sites_of_two_dtypes_take_natural_steps_together():
+    with jax.enable_x64(True):
+
+        def model(X, y):
+            f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(0.8), X))
+            h = numpyro.sample("h", sgp.GaussianProcess(sgp.kernels.SquaredExponential(0.8), X.astype(np.float32)))
+            with numpyro.plate("data", X.shape[0]):
+                numpyro.sample("y", dist.Normal(f + h, 0.3), obs=y)
+
+        X = np.linspace(0.0, 1.0, 5)[:, None]
+        guide = sgp.AutoTSVGP(model, {"f": X[::2], "h": X[::2].astype(np.float32)})
+        svi = SVI(model, guide, sgp.NaturalGradient(0.5), sgp.QuadratureELBO(num_nodes=3))
+        state, losses = svi.init(jax.random.key(0), X, X[:, 0]), []
+        for _ in range(3):
+            state, loss = svi.update(state, X, X[:, 0])
+            losses.append(loss)
+        assert losses[2] < losses[1] < losses[0]
+
+
+def test_an_expansion_around_a_mask_keeps_the_axes_that_became_events():
+    kernels = sgp.kernels.SquaredExponential(jnp.array([[0.3], [0.5], [0.7]]))
+    prior = sgp.GaussianProcess(kernels, np.linspace(0.0, 1.0, 4)[:, None])
+    shapes = []
+
+    def replace(inner, batch_shape):
+        shapes.append(batch_shape)
+        return inner.expand(batch_shape)
+
+    for expand, batch in (((3,), (3, 3)), ((5, 2), (5, 2, 3))):
+        again = rewrap(prior.to_event(1).mask(jnp.array(True)).expand(expand), replace)
+        assert again.shape() == (*expand, 3, 4)
+        assert shapes.pop() == batch

@@ -141,3 +141,16 @@ def test_initialisation_makes_no_matrix_and_says_what_the_initial_parameters_giv
     assert_allclose(q.variance, wanted.variance, rtol=1e-10)
     assert_allclose(q.kl, wanted.kl, atol=1e-10)
     assert_allclose(q.covariance(), wanted.covariance(), rtol=1e-5, atol=1e-8)
+
+
+def test_an_argument_that_is_no_array_does_not_keep_a_function_from_being_one_program():
+    seen = []
+
+    def fn(kind, x):
+        seen.append(isinstance(x, Tracer))
+        return x + 1.0 if kind == "plus" else x - 1.0
+
+    compiled = as_one_program(fn, static_argnums=0)
+    assert_array_equal(compiled("plus", np.arange(2.0)), [1.0, 2.0])
+    assert_array_equal(compiled("minus", np.arange(2.0)), [-1.0, 0.0])
+    assert seen == [True, True]

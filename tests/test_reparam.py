@@ -183,3 +183,14 @@ def test_mistakes_say_what_came_and_what_is_needed():
 
     with pytest.raises(ValueError, match="The GP site 'f' is observed"):
         seed(rewritten(model=observed), jax.random.key(0))(X)
+
+
+def test_a_masked_site_is_refused_for_its_mask_would_be_lost():
+    def masked(X, mask):
+        numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(1.0), X).mask(mask))
+
+    inputs = jnp.linspace(0.0, 1.0, 4)[:, None]
+    model = seed(reparam(masked, config={"f": sgp.InducingReparam(inputs[:2])}), 0)
+    model(inputs, True)
+    with pytest.raises(ValueError, match="'f' is masked"):
+        model(inputs, False)

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -236,8 +237,7 @@ class AbstractAutoSparseGP(AutoGuide):
 
         if not sample_shape:
             return draw(rng_key)
-        keys = jax.random.split(rng_key, sample_shape)
-        draws = jax.lax.map(draw, keys.reshape(-1))
+        draws = jax.lax.map(draw, jax.random.split(rng_key, math.prod(sample_shape)))
         return jax.tree.map(lambda x: x.reshape(*sample_shape, *x.shape[1:]), draws)
 
     def sample_functions(
@@ -301,7 +301,11 @@ class AbstractAutoSparseGP(AutoGuide):
             except TypeError as error:
                 error.add_note(f"A guide that has not been run yet needs the model's arguments in `{method}` too.")
                 raise
-        return getattr(self.base, method)(params, *extra)
+        try:
+            return getattr(self.base, method)(params, *extra)
+        except NotImplementedError as error:
+            msg = f"A base guide of type {type(self.base).__name__} has no `{method}`. Use `sample_posterior`."
+            raise NotImplementedError(msg) from error
 
     def median(self, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Posterior medians of the other latents, and of the GP sites where the model's arguments are given.

@@ -11,6 +11,7 @@ import numpy as np
 from numpyro import handlers
 from numpyro.infer import SVI
 
+from numpyro_sgp.checks import positive
 from numpyro_sgp.conditionals.moments import moments
 from numpyro_sgp.diagnostics.inference_data import arviz_module
 from numpyro_sgp.diagnostics.outputs import Result, fitted_values, log_ratio, log_ratio_dense, num_rows, with_num_data
@@ -18,6 +19,7 @@ from numpyro_sgp.distributions import SparsePosterior, log_prob_of, unwrap
 from numpyro_sgp.elbo import Particle, QuadratureELBO
 from numpyro_sgp.linalg import matvec_transposed
 from numpyro_sgp.process import process_of
+from numpyro_sgp.pytrees import split_arrays
 
 __all__ = ["log_importance_ratios", "pareto_smoothed", "psis_khat"]
 
@@ -96,15 +98,15 @@ def log_importance_ratios(
     if batch_size is None:
         ratios.check(model_args, kwargs, 0, 0)
         return jax.lax.map(lambda key: ratios.one(key, model_args, kwargs), keys)
-    N = num_rows(model_args, batch_size)
+    N = num_rows(model_args, positive("batch_size", batch_size, "None is for all rows at once."))
     B = min(batch_size, N)
     kwargs = with_num_data(svi.model, model_args, kwargs, N)
-    leaves, structure = jax.tree.flatten(model_args)
-    ratios.check(structure.unflatten([leaf[:B] for leaf in leaves]), kwargs, N, B)
+    fixed, leaves = split_arrays(model_args)
+    ratios.check(fixed([leaf[:B] for leaf in leaves]), kwargs, N, B)
 
     @jax.jit
     def of_batch(keys: Array, batch: list[Array]) -> Array:
-        return jax.lax.map(lambda key: ratios.one(key, structure.unflatten(batch), kwargs), keys)
+        return jax.lax.map(lambda key: ratios.one(key, fixed(batch), kwargs), keys)
 
     # A batch of B rows scales its likelihood by N/B, and the rest is the same for all batches: B/N weighs them.
     batches = [[jnp.asarray(leaf[start : start + B]) for leaf in leaves] for start in range(0, N, B)]
@@ -136,7 +138,8 @@ class _Ratios:
                 given = self._given(name, q, jax.random.fold_in(key_u, number))
                 trace[name] = {**site, "fn": given, "value": given.mean}
             elif q is not None:
-                log_q = log_q + jnp.sum(log_prob_of(site["fn"], site["value"]))
+                density = log_prob_of(site["fn"], site["value"])
+                log_q = log_q + jnp.sum(density if site["scale"] is None else site["scale"] * density)
                 values[name] = trace.pop(name)["value"]
         # Hyperparameters count by log p(θ) − log q(θ) at the draw, not by their divergence: the model observes them.
         particle.model = handlers.condition(particle.model, data=values)
@@ -153,7 +156,7 @@ class _Ratios:
         else:
             epsilon = jax.random.normal(rng_key, (*q.batch_shape, T.shape[-2]), T.dtype)
             mean = q.moments.mean + matvec_transposed(T, epsilon)
-            given = moments(mean, q.prior.kernel(q.prior.X), A, None, log_ratio(process, epsilon))
+            given = moments(mean, q.kernel(q.prior.X), A, None, log_ratio(process, epsilon))
         return SparsePosterior(q.prior, given, q.batch_shape)
 
     def check(self, args: tuple, kwargs: dict, num_rows: int, batch_size: int) -> None:

@@ -105,6 +105,7 @@ class _Cavities:
             raise ValueError(msg)
         self.name = _observed_site(model_trace, var_name)
         site = model_trace[self.name]
+        _check_whole(model_trace, site, self.name)
         self.mask = np.broadcast_to(observed_mask(site["fn"]), site["fn"].batch_shape)
         for name, q in posteriors_of(guide_trace).items():
             rows = self.mask.shape[-1:]
@@ -202,6 +203,24 @@ class _Cavities:
 
 def _column(weights: Array, axes: int) -> Array:
     return weights.reshape(weights.shape + (1,) * axes)
+
+
+def _check_whole(trace: Trace, site: dict[str, Any], name: str) -> None:
+    """Raise where the site is not all of the data, each counted once."""
+    plates = [plate["args"] for plate in trace.values() if plate["type"] == "plate"]
+    subsampled = sorted({tuple(size) for size in plates if size[1] is not None and size[1] != size[0]})
+    if subsampled:
+        msg = (
+            f"The model has plates that take {subsampled} of their (size, subsample size), so that each draw would "
+            "have other rows. Pass all rows to a model whose plates take them."
+        )
+        raise ValueError(msg)
+    if site["scale"] is not None:
+        msg = (
+            f"The observed site {name!r} is scaled, so that a row does not count as one datum. Use a model without "
+            "`handlers.scale`."
+        )
+        raise ValueError(msg)
 
 
 def _observed_site(trace: Trace, var_name: str | None) -> str:

@@ -237,7 +237,7 @@ def _draw_process(
     X, dtype = q.prior.X, q.moments.mean.dtype
     shape = q.batch_shape + q.event_shape
     T, A = q.moments.posterior_root, q.moments.prior_root
-    kernel = q.prior.kernel
+    kernel = q.kernel
     K = kernel(X, X)
     index = jnp.arange(K.shape[-1])
     K = K.at[..., index, index].set(kernel(X) * (1.0 + q.prior.relative_jitter))

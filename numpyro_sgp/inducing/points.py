@@ -125,7 +125,8 @@ class BoundedInducingPoints(AbstractInducing):
             ValueError: a side without extent, or inputs outside of the box.
         """
         Z = as_points(Z)
-        low, high = (np.broadcast_to(np.asarray(side, float), Z.shape[-1:]) for side in (lower, upper))
+        # In the dtype of Z: 0.1 is below its own rounding to float32.
+        low, high = (np.broadcast_to(np.asarray(side, Z.dtype), Z.shape[-1:]) for side in (lower, upper))
         if not np.all(low < high):
             msg = f"`lower` must be smaller than `upper` in each column, got {low} and {high}."
             raise ValueError(msg)
@@ -134,7 +135,7 @@ class BoundedInducingPoints(AbstractInducing):
             msg = f"{outside} inducing inputs lie outside of the box from {low} to {high}. Clip them, or widen the box."
             raise ValueError(msg)
         # A side itself is at an infinite logit, where nothing moves.
-        unit = jnp.clip((Z - low.astype(Z.dtype)) / (high - low).astype(Z.dtype), 1e-3, 1.0 - 1e-3)
+        unit = jnp.clip((Z - low) / (high - low), 1e-3, 1.0 - 1e-3)
         return cls(jax.scipy.special.logit(unit), tuple(low.tolist()), tuple(high.tolist()))
 
     @property
@@ -175,6 +176,8 @@ def as_inducing(inducing: ArrayLike | AbstractInducing, argument: str = "inducin
     Raises:
         ValueError: an array with fewer than two axes, without rows, or with NaN in it.
     """
+    if type(inducing) is InducingPoints:
+        inducing = inducing.Z
     if isinstance(inducing, AbstractInducing):
         return inducing
     return InducingPoints(as_points(inducing, argument))

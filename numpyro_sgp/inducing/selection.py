@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
 
+from numpyro_sgp.checks import positive
 from numpyro_sgp.inducing.points import AbstractInducing, as_inducing
 from numpyro_sgp.linalg import cholesky, default_jitter, matmul, solve_lower
 from numpyro_sgp.pytrees import PytreeFunction
@@ -76,6 +77,9 @@ def _rows(X: ArrayLike) -> np.ndarray:
         )
         raise TypeError(msg)
     X = np.asanyarray(X)
+    if isinstance(X, np.ma.MaskedArray):
+        msg = "`X` is a masked array, whose mask would be lost. Drop the masked rows, or fill them."
+        raise TypeError(msg)
     if X.ndim != 2:
         msg = f"`X` must have shape (N, D), got {X.shape}. For one input use X[:, None]."
         raise ValueError(msg)
@@ -229,8 +233,9 @@ def suggest_num_inducing(
     if not 0.0 < tolerance < 1.0:
         msg = f"`tolerance` must lie in (0, 1), a fraction of the prior variance, got {tolerance!r}. Try 0.01."
         raise ValueError(msg)
-    pivots, errors = _pivoted_cholesky(kernel, X, min(max_num_inducing, len(X)), tolerance)
-    if errors[-1] > tolerance:
+    most = positive("max_num_inducing", max_num_inducing, "The default is 2000.")
+    pivots, errors = _pivoted_cholesky(kernel, X, min(most, len(X)), tolerance)
+    if not errors[-1] <= tolerance:
         msg = (
             f"{len(pivots)} inducing inputs leave {errors[-1]:.3g} of the prior variance unexplained, more than the "
             f"`tolerance` of {tolerance}. Raise `max_num_inducing` or the tolerance."
@@ -266,9 +271,7 @@ def median_lengthscale(X: ArrayLike, *, max_rows: int = 1000) -> np.ndarray:
     if N < 2 or max_rows < 2:
         msg = f"A median of distances needs two rows or more, got {N} and `max_rows={max_rows}`."
         raise ValueError(msg)
-    if not np.all(np.isfinite(X)):
-        msg = "`X` has entries that are not finite. Drop or impute their rows."
-        raise ValueError(msg)
+    _check_finite(X)
     some = X[np.unique(np.linspace(0, N - 1, min(N, max_rows)).astype(int))]
     first, second = np.triu_indices(len(some), 1)
     medians = []
@@ -297,11 +300,11 @@ def trace_error(
     kernel, inducing = PytreeFunction.of(kernel), as_inducing(inducing)
     total = prior = largest = 0.0
     for start in range(0, len(X), _CHUNK):
-        rows = jnp.asarray(X[start : start + _CHUNK])
+        rows = _floating(X[start : start + _CHUNK])
         relative = default_jitter(rows.dtype) if jitter is None else jitter
         unexplained, kff = (np.asarray(x, float) for x in _unexplained(kernel, inducing, rows, relative))
         total, prior = total + unexplained.sum(), prior + kff.sum()
-        largest = max(largest, unexplained.max())
+        largest = np.maximum(largest, unexplained.max())  # NaN stays NaN
     return TraceError(float(total), float(total / prior), float(largest))
 
 
@@ -314,11 +317,22 @@ def _unexplained(
     return jnp.maximum(kff - jnp.sum(A * A, axis=-2), 0.0), kff
 
 
+def _check_finite(X: np.ndarray) -> None:
+    if not len(X) or not np.all(np.isfinite(X)):
+        what = "entries that are not finite. Drop or impute their rows" if len(X) else "no rows. Give it some"
+        msg = f"`X` has {what}."
+        raise ValueError(msg)
+
+
+def _floating(X: np.ndarray) -> Array:
+    rows = jnp.asarray(X)
+    return rows if jnp.issubdtype(rows.dtype, jnp.floating) else rows.astype(jnp.result_type(float))
+
+
 def _pivoted_cholesky(kernel: Callable, X: np.ndarray, M: int, tolerance: float) -> tuple[np.ndarray, np.ndarray]:
     """Pivots in the order chosen, and tr(K − Q) / tr K after each."""
-    rows = jnp.asarray(X)
-    if not jnp.issubdtype(rows.dtype, jnp.floating):
-        rows = rows.astype(jnp.result_type(float))
+    _check_finite(X)
+    rows = _floating(X)
     shape = jax.eval_shape(kernel, rows).shape
     if len(shape) != 1:
         msg = (

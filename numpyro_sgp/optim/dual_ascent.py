@@ -17,11 +17,11 @@ from numpyro_sgp.optim.evaluating import (
     all_finite,
     checked,
     moved_or_kept,
-    own_copy,
     scheduled,
     stays_finite,
     transformation,
 )
+from numpyro_sgp.pytrees import own_copy
 from numpyro_sgp.sites import AbstractSites
 
 __all__ = ["DualAscent", "DualAscentState"]

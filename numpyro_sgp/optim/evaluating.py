@@ -18,7 +18,6 @@ __all__ = [
     "all_finite",
     "checked",
     "moved_or_kept",
-    "own_copy",
     "scheduled",
     "stays_finite",
     "transformation",
@@ -70,11 +69,6 @@ def stays_finite(there: Any, here: Any) -> Array:
     inexact = [(new, old) for new, old in pairs if jnp.issubdtype(jnp.result_type(new), jnp.inexact)]
     kept = [(jnp.isfinite(new) | ~jnp.isfinite(old)).all() for new, old in inexact]
     return jnp.stack(kept or [jnp.asarray(True)]).all()
-
-
-def own_copy(tree: Any) -> Any:
-    """A pytree in buffers of its own, so that a state that holds it twice can be donated."""
-    return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), tree)
 
 
 def moved_or_kept(accepted: Array, there: Any, here: Any, refused: Array) -> tuple[Any, Array]:

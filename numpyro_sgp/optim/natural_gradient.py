@@ -18,13 +18,13 @@ from numpyro_sgp.optim.evaluating import (
     StepSize,
     all_finite,
     checked,
-    own_copy,
     scheduled,
     stays_finite,
     transformation,
 )
 from numpyro_sgp.optim.grow_basis import GrowBasisState
 from numpyro_sgp.optim.row_sparse import RowSparseState
+from numpyro_sgp.pytrees import own_copy
 from numpyro_sgp.sites import AbstractSites, Perturbation, Perturbed
 
 __all__ = ["NaturalGradient", "NaturalGradientState", "num_refused"]
