@@ -82,7 +82,8 @@ def _split(params: Params) -> tuple[Sites, Params]:
 class NaturalGradient(AbstractEvaluatingOptimizer):
     """Natural-gradient steps on sites: λ ← λ − ρ ∂loss/∂ε at ε = 0, with ε a perturbation of expectation parameters.
 
-    For a conjugate likelihood a full-batch step with ρ = 1 is the exact optimum. The other parameters are trained by
+    For a conjugate likelihood a full-batch step with ρ = 1 is the exact optimum. A factor s of the whole loss
+    (`handlers.scale` around the model) makes it a step of sρ: leave it out. The other parameters are trained by
     `others`; with one E-step and one M-step, both come from the same evaluation of the loss. A step whose loss, new
     sites or new parameters are not finite is refused as a whole and counted (`num_refused`): the parameters go back to
     the last ones at which the loss was finite, and the next step is half as long.
