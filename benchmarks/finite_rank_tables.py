@@ -261,13 +261,13 @@ def figure(result: dict, path: Path) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """The tables of a kernel: one for each data set and batch size."""
-    if not arguments.reduced:
+    if arguments.reduced:
+        tables(arguments, "gaussian", REDUCED, 2, 2)
+        result = tables(arguments, "linear", REDUCED, 2, 2)
+    else:
         result = tables(arguments, arguments.kernel, FULL, arguments.epochs, arguments.checks)
-        if arguments.figure is not None:
-            figure(result, arguments.figure)
-        return
-    for kind in ("linear", "gaussian"):
-        tables(arguments, kind, REDUCED, 2, 2)
+    if arguments.figure is not None:
+        figure(result, arguments.figure)
 
 
 def tables(arguments: argparse.Namespace, kind: str, p: dict, epochs: int, checks: int) -> dict:
