@@ -16,7 +16,7 @@ from numpyro_sgp.conditionals.moments import moments
 from numpyro_sgp.diagnostics.inference_data import arviz_module
 from numpyro_sgp.diagnostics.outputs import Result, fitted_values, log_ratio, log_ratio_dense, num_rows, with_num_data
 from numpyro_sgp.distributions import SparsePosterior, log_prob_of, unwrap
-from numpyro_sgp.elbo import Particle, QuadratureELBO
+from numpyro_sgp.elbo import Particle, QuadratureELBO, Trace
 from numpyro_sgp.linalg import matvec_transposed
 from numpyro_sgp.process import process_of
 from numpyro_sgp.pytrees import split_arrays
@@ -114,6 +114,12 @@ def log_importance_ratios(
     return jnp.sum(jnp.stack(parts), axis=0)
 
 
+def subsampled(trace: Trace) -> set[tuple[int, int]]:
+    """(size, subsample size) of the plates that take some of their rows."""
+    plates = [site["args"] for site in trace.values() if site["type"] == "plate"]
+    return {tuple(size) for size in plates if size[1] is not None and size[1] != size[0]}
+
+
 class _Ratios:
     """Log importance ratios, one draw at a time."""
 
@@ -171,8 +177,7 @@ class _Ratios:
                     "closed form. Use `to_arviz`, whose `sample_stats` have the ratio with the functions drawn too."
                 )
                 raise ValueError(msg)
-            plates = [site["args"] for site in particle.run_model(trace, {}).values() if site["type"] == "plate"]
-            sizes = {tuple(size) for size in plates if size[1] is not None and size[1] != size[0]}
+            sizes = subsampled(particle.run_model(trace, {}))
             wanted = {(num_rows, batch_size)} if batch_size < num_rows else set()
             if sizes != wanted:
                 msg = (

@@ -14,7 +14,7 @@ from numpyro import handlers
 import numpyro.distributions as dist
 from numpyro.infer import SVI
 
-from numpyro_sgp.diagnostics.importance import pareto_smoothed
+from numpyro_sgp.diagnostics.importance import pareto_smoothed, subsampled
 from numpyro_sgp.diagnostics.inference_data import arviz_module
 from numpyro_sgp.diagnostics.outputs import Result, fitted_values
 from numpyro_sgp.distributions import SparsePosterior, log_prob_of, observed_mask, unwrap
@@ -207,11 +207,10 @@ def _column(weights: Array, axes: int) -> Array:
 
 def _check_whole(trace: Trace, site: dict[str, Any], name: str) -> None:
     """Raise where the site is not all of the data, each counted once."""
-    plates = [plate["args"] for plate in trace.values() if plate["type"] == "plate"]
-    subsampled = sorted({tuple(size) for size in plates if size[1] is not None and size[1] != size[0]})
-    if subsampled:
+    sizes = subsampled(trace)
+    if sizes:
         msg = (
-            f"The model has plates that take {subsampled} of their (size, subsample size), so that each draw would "
+            f"The model has plates that take {sorted(sizes)} of their (size, subsample size), so that each draw would "
             "have other rows. Pass all rows to a model whose plates take them."
         )
         raise ValueError(msg)
