@@ -21,6 +21,7 @@ __all__ = [
     "default_jitter",
     "diagonal",
     "gram_of_lower",
+    "gram_of_rows",
     "half_congruence",
     "half_congruence_of_transposed",
     "halved",
@@ -240,6 +241,17 @@ def gram_of_lower(X: Array) -> Array:
     A, C, D = X[..., :h, :h], X[..., h:, :h], X[..., h:, h:]
     A_t, C_t, D_t = U[..., :h, :h], U[..., :h, h:], U[..., h:, h:]
     return mirrored(_assemble(halved(matmul(A_t, A) + matmul(C_t, C)), matmul(D_t, C), halved(matmul(D_t, D))))
+
+
+def gram_of_rows(X: Array) -> Array:
+    """X Xᵀ for lower triangular X, (..., M, M)."""
+    M, X_t = X.shape[-1], jnp.swapaxes(X, -1, -2)
+    if M < _SPLIT:
+        return matmul(X, X_t)
+    h = _split(M)
+    A, C, D = X[..., :h, :h], X[..., h:, :h], X[..., h:, h:]
+    A_t, C_t, D_t = X_t[..., :h, :h], X_t[..., :h, h:], X_t[..., h:, h:]
+    return mirrored(_assemble(halved(matmul(A, A_t)), matmul(C, A_t), halved(matmul(C, C_t) + matmul(D, D_t))))
 
 
 def symmetric_product(X: Array, Y: Array) -> Array:

@@ -17,13 +17,21 @@ from jax.typing import ArrayLike
 
 from numpyro_sgp.linalg import (
     cholesky,
+    congruence_of_upper,
+    diagonal,
+    gram_of_rows,
+    halved,
     log_determinant,
+    lower_product,
     matmul,
     matvec,
     matvec_transposed,
+    mirrored,
     solve_lower,
     solve_lower_transposed,
+    transposed,
     triangular_inverse,
+    upper_product,
 )
 
 __all__ = [
@@ -304,17 +312,47 @@ def minimax_objective(
         Shoham and Avron (2025), section 3.1, equation 3.2, for the printed form.
     """
     r = A.shape[-2]
-    L = cholesky(P)
-    log_matrix = r * jnp.log(noise) + log_determinant(L)
+    rest = evidence_given(w, A, residual, noise, scale) + 0.5 * r * jnp.log(noise)
+    penalty = jnp.asarray(penalty, A.dtype)
     if form == "whitened":
-        # F = σ²I + (N/B) AAᵀ: one inverse does for both sides of both terms, and nothing r x r is solved with.
-        inverse = triangular_inverse(L)
-        U = matmul(inverse, A)
-        identity_less_first = jnp.eye(r, dtype=A.dtype) - matmul(inverse, jnp.swapaxes(inverse, -1, -2))
-        second = scale / noise * jnp.sum(U * matmul(B, U), axis=(-2, -1))
-        difference = jnp.sum(B * identity_less_first, axis=(-2, -1)) - second
-    else:
-        matrix = noise[..., None, None] * P
-        size = jnp.sqrt(jnp.sum(matrix * matrix, axis=(-2, -1)))
-        difference = jnp.sum(B * (matrix - batch_matrix(A, noise, scale)), axis=(-2, -1)) / size
-    return evidence_given(w, A, residual, noise, scale) + 0.5 * (log_matrix + penalty * difference)
+        return rest + _held_together(P, B, A, jnp.asarray(scale, A.dtype) / noise, penalty)
+    matrix = noise[..., None, None] * P
+    size = jnp.sqrt(jnp.sum(matrix * matrix, axis=(-2, -1)))
+    difference = jnp.sum(B * (matrix - batch_matrix(A, noise, scale)), axis=(-2, -1)) / size
+    return rest + 0.5 * (log_determinant(cholesky(P)) + penalty * difference)
+
+
+@jax.custom_jvp
+def _held_together(P: Array, B: Array, A: Array, c: Array, penalty: Array) -> Array:
+    """½ [log|P| + μ⟨B, I − X(I + c AAᵀ)Xᵀ⟩], P = L Lᵀ and X = L⁻¹, with the derivative written out.
+
+    With G = X(I + c AAᵀ)Xᵀ and Φ the lower triangle with its diagonal halved, the gradient with respect to P is
+    Xᵀ[½I + ½μ(Φ(BG) + Φ(BG)ᵀ)]X, for symmetric B: no factorisation is differentiated.
+    """
+    return _penalised(P, 0.5 * mirrored(B), A, c, penalty)[0]
+
+
+def _penalised(P: Array, B: Array, A: Array, c: Array, penalty: Array) -> tuple[Array, Array, Array, Array]:
+    """The value for symmetric B, X, G and X A."""
+    L = cholesky(P)
+    X = triangular_inverse(L)
+    U = lower_product(X, A)
+    G = gram_of_rows(X) + c[..., None, None] * matmul(U, jnp.swapaxes(U, -1, -2))
+    difference = jnp.sum(diagonal(B), axis=-1) - jnp.sum(B * G, axis=(-2, -1))
+    return 0.5 * (log_determinant(L) + penalty * difference), X, G, U
+
+
+@_held_together.defjvp
+def _held_together_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    P, B, A, c, penalty = primals
+    dP, dB, dA, dc, dpenalty = tangents
+    B = 0.5 * mirrored(B)
+    value, X, G, U = _penalised(P, B, A, c, penalty)
+    identity, X_t, half = jnp.eye(P.shape[-1], dtype=P.dtype), transposed(X), 0.5 * penalty
+    D, BU = identity - G, matmul(B, U)
+    by_P = congruence_of_upper(X_t, 0.5 * identity + half * mirrored(halved(matmul(B, G))))
+    by_A = (-2.0 * half * c)[..., None, None] * upper_product(X_t, BU)
+    derivative = jnp.sum(by_P * dP, axis=(-2, -1)) + half * jnp.sum(D * dB, axis=(-2, -1))
+    derivative = derivative + jnp.sum(by_A * dA, axis=(-2, -1)) - half * jnp.sum(U * BU, axis=(-2, -1)) * dc
+    derivative = derivative + 0.5 * jnp.sum(D * B, axis=(-2, -1)) * dpenalty
+    return value, jnp.broadcast_to(derivative, value.shape)

@@ -13,10 +13,12 @@ import pytest
 import numpyro_sgp as sgp
 from numpyro_sgp import conditionals, linalg
 from numpyro_sgp.conditionals.moments import whiten
+from numpyro_sgp.marginal_likelihood import minimax_objective
 
 pytestmark = pytest.mark.once
 
 N, M, D = 7, 5, 2
+SIZE = 260  # above the size at which products are split, and no multiple of a block
 RNG = np.random.default_rng(0)
 X, Z, Z_MOVED = RNG.normal(size=(N, D)), RNG.normal(size=(M, D)), RNG.normal(size=(M, D))
 LENGTHSCALE, VARIANCE = np.array([0.9, 1.3]), 1.7
@@ -64,6 +66,17 @@ def dense_tied(tie):
     return dense
 
 
+def dense_weights(lambda1, Lambda2, Phi, s, limit=np.inf):
+    """q(w) ∝ N(w | 0, diag(s)⁻¹) exp(λ₁ᵀw − ½wᵀΛ₂w), both sums tempered near the limit of tr(S⁻¹Λ₂)."""
+    alpha = (1.0 + (jnp.trace(Lambda2 / s) / limit) ** 4) ** -0.25
+    prior = jnp.diag(1.0 / s)
+    S = jnp.linalg.inv(jnp.diag(s) + alpha * symmetric(Lambda2))
+    # As a process whose inducing variables are the weights: Kuf = S⁻¹Φᵀ.
+    Kuf = prior @ Phi.T
+    mean, _, kl, change = marginals(alpha * S @ lambda1, S, prior, Kuf, 0.0)
+    return mean, jnp.sum(Phi @ S * Phi, axis=-1), kl, change
+
+
 def of_roots(q):
     A, T = q.prior_root, q.posterior_root
     change = jnp.swapaxes(T, -1, -2) @ T - jnp.swapaxes(A, -1, -2) @ A
@@ -72,6 +85,10 @@ def of_roots(q):
 
 def ours_natural(*arguments):
     return of_roots(conditionals.natural_whitened(*arguments))
+
+
+def ours_weights(*arguments):
+    return of_roots(conditionals.weight_space(*arguments))
 
 
 def ours_tied(tie):
@@ -84,6 +101,7 @@ def ours_tied(tie):
 
 CASES = {
     "natural": (ours_natural, dense_natural, (*SITES, np.linalg.solve(np.linalg.cholesky(KUU), KUF), KFF)),
+    "weights": (ours_weights, dense_weights, (*SITES, RNG.normal(size=(N, M)), RNG.uniform(0.5, 2.0, size=M))),
     "projection": (ours_tied("projection"), dense_tied("projection"), (*SITES, KUU, KUF, KFF)),
     "anchored": (ours_tied("projection"), dense_tied("projection"), (*SITES, KUU, KUF, KFF, KUV)),
     "covariance": (ours_tied("covariance"), dense_tied("covariance"), (*SITES, KUU, KUF, KFF)),
@@ -137,8 +155,9 @@ def test_values_and_derivatives_of_first_and_second_order_are_those_of_the_dense
 @pytest.mark.parametrize(
     ("case", "batched"),
     representative(
-        [("natural", "all"), ("projection", "sites"), ("anchored", "all"), ("covariance", "sites")],
-        [("natural", "all"), ("covariance", "sites")],
+        [(case, "all") for case in ("natural", "weights", "anchored")]
+        + [(case, "sites") for case in ("weights", "projection", "covariance")],
+        [("natural", "all"), ("weights", "sites"), ("covariance", "sites")],
     ),
 )
 @pytest.mark.usefixtures("x64")
@@ -165,7 +184,7 @@ def test_gradients_of_a_batch_are_those_of_its_members(case, batched):
         assert_allclose(one, other, rtol=1e-9, atol=1e-9 * np.abs(other).max())
 
 
-@pytest.mark.parametrize("case", ["natural", "anchored"])
+@pytest.mark.parametrize("case", ["natural", "weights", "anchored"])
 @pytest.mark.usefixtures("x64")
 def test_any_subset_of_the_arguments_can_be_differentiated(case):
     ours, _, arguments = CASES[case]
@@ -183,7 +202,7 @@ def test_any_subset_of_the_arguments_can_be_differentiated(case):
 @pytest.mark.parametrize(
     ("ours", "dense", "arguments"),
     [
-        pytest.param(*case, marks=[] if name in ("natural", "anchored") else pytest.mark.thorough, id=name)
+        pytest.param(*case, marks=[] if name in ("natural", "weights", "anchored") else pytest.mark.thorough, id=name)
         for name, case in CASES.items()
     ],
 )
@@ -254,7 +273,91 @@ def test_a_gradient_takes_no_factorisation_beyond_those_of_the_value(ours, dense
     assert count(loss) == count(jax.value_and_grad(loss, argnums=(2, 3))) > 0
 
 
-SIZE = 260  # above the size at which products are split, and no multiple of a block
+@pytest.mark.usefixtures("x64")
+def test_tempered_sites_are_differentiated_as_the_dense_formula_is():
+    limit = 1.0 / np.finfo(float).eps
+    size = 0.8 * limit / np.trace(SITES[1])
+    _, _, (lambda1, Lambda2, Phi, s) = CASES["weights"]
+    # Linear sites of the size at which the mean is of order one.
+    arguments = tuple(map(jnp.asarray, (size * lambda1, size * (Lambda2 + np.eye(M)), Phi, s)))
+    scales = (size, size, 1.0, 1.0)
+    along = tuple(x * scale for x, scale in zip(direction(arguments), scales, strict=True))
+
+    def everything(function):
+        scalar = weighted(lambda *values: function(*values)[:3])
+        return *jax.jvp(function, arguments, along)[1][:3], *jax.grad(scalar, (0, 1, 2, 3))(*arguments)
+
+    def dense(*arguments):
+        return dense_weights(*arguments, limit)
+
+    found, expected = (jax.jit(lambda f=f: everything(f))() for f in (ours_weights, dense))
+    untempered = jax.jit(lambda: everything(dense_weights))()
+    for index, (mine, theirs, other) in enumerate(zip(found, expected, untempered, strict=True)):
+        mine, theirs = symmetric_where_square((mine, theirs))
+        scale = np.abs(theirs).max()
+        assert_allclose(mine, theirs, rtol=1e-8, atol=1e-8 * scale, err_msg=str(index))
+        # The mean is a ratio of two large sums, whose common power it does not see; variance and divergence do.
+        assert index not in (1, 2) or np.abs(other - theirs).max() > 1e-3 * scale
+
+
+@pytest.mark.parametrize("size", [5, SIZE])
+@pytest.mark.usefixtures("x64")
+def test_the_whitened_minimax_objective_is_differentiated_as_its_factorisation_would_be(size):
+    rng = np.random.default_rng(3)
+    root, player = rng.normal(size=(size, size)) / size**0.5, rng.normal(size=(size, size)) / size
+    P, B, A = np.eye(size) + root @ root.T, 0.5 * (player + player.T), rng.normal(size=(size, N)) / size**0.5
+    w, residual = rng.normal(size=size), rng.normal(size=N)
+    arguments = tuple(map(jnp.asarray, (w, P, B, A, residual, 0.3, 4.0, 2.2)))
+
+    def dense(w, P, B, A, residual, noise, scale, penalty):
+        P = symmetric(P)
+        whitener = jnp.linalg.inv(jnp.linalg.cholesky(noise * P))
+        F = scale * A @ A.T + noise * jnp.eye(size)
+        D = jnp.eye(size) - whitener @ F @ whitener.T
+        misfit, count = residual - A.T @ w, scale * N
+        value = scale * misfit @ misfit / noise + w @ w + (count - size) * jnp.log(noise) + count * np.log(2.0 * np.pi)
+        return 0.5 * (value + jnp.linalg.slogdet(noise * P)[1] + penalty * jnp.sum(symmetric(B) * D))
+
+    everything = [jax.jit(jax.value_and_grad(f, argnums=tuple(range(8)))) for f in (minimax_objective, dense)]
+    (value, gradient), (expected, reference) = (f(*arguments) for f in everything)
+    assert_allclose(value, expected, rtol=1e-12)
+    for index, (mine, theirs) in enumerate(zip(*map(symmetric_where_square, (gradient, reference)), strict=True)):
+        assert_allclose(mine, theirs, rtol=1e-9, atol=1e-9 * np.abs(theirs).max(), err_msg=str(index))
+
+
+@pytest.mark.usefixtures("x64")
+def test_minimax_gradients_of_several_latents_are_those_of_each():
+    rng = np.random.default_rng(4)
+    root = rng.normal(size=(2, M, M))
+    P, B = np.eye(M) + root @ np.swapaxes(root, -1, -2), np.stack([np.eye(M), -np.eye(M)]) / 3.0
+    noise, A = np.array([0.3, 0.6]), rng.normal(size=(M, N))  # the features of all latents are the same
+    w, residual = rng.normal(size=(2, M)), rng.normal(size=(2, N))
+    arguments = tuple(map(jnp.asarray, (w, P, B, A, residual, noise)))
+
+    def total(w, P, B, A, residual, noise):
+        return jnp.sum(minimax_objective(w, P, B, A, residual, noise, 4.0, 2.2))
+
+    together = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3, 4, 5)))(*arguments)
+    apart = jax.jit(jax.vmap(jax.grad(total, argnums=(0, 1, 2, 3, 4, 5)), in_axes=(0, 0, 0, None, 0, 0)))(*arguments)
+    for index, (one, other) in enumerate(zip(together, apart, strict=True)):
+        assert_allclose(one, other.sum(0) if index == 3 else other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_gradient_with_respect_to_hyperparameters_of_weights_makes_one_matrix_beside_those_of_the_value():
+    r = 4 * linalg._SPLIT
+    shapes = [jax.ShapeDtypeStruct(shape, np.float64) for shape in ((r,), (r, r), (1, r), (r,))]
+
+    def loss(*arguments):
+        mean, variance, kl = ours_weights(*arguments)[:3]
+        return jnp.sum(mean) + jnp.sum(variance) + kl
+
+    def flops(function):
+        return jax.jit(function).lower(*shapes).compile().cost_analysis()["flops"]
+
+    # P⁻¹ from its root: nine sixteenths of a product of matrices.
+    assert flops(jax.grad(loss, argnums=(2, 3))) - flops(loss) < 0.65 * 2 * r**3
+    assert flops(jax.grad(loss, argnums=1)) - flops(loss) > 0.65 * 2 * r**3
 
 
 @pytest.mark.usefixtures("x64")
@@ -270,6 +373,7 @@ def test_products_that_use_triangles_and_symmetry_are_the_plain_products():
     assert_allclose(linalg.mirrored(linalg.half_congruence_of_transposed(U, W)), plain, rtol=1e-9, atol=1e-8)
     assert_allclose(linalg.congruence_of_upper(U, W), U @ W @ L, rtol=1e-9, atol=1e-8)
     assert_allclose(linalg.gram_of_lower(jnp.asarray(L)), L_t @ L, rtol=1e-9, atol=1e-9)
+    assert_allclose(linalg.gram_of_rows(jnp.asarray(L)), L @ L_t, rtol=1e-9, atol=1e-9)
     assert_allclose(linalg.symmetric_product(W, W), W @ W, rtol=1e-9, atol=1e-9)
     assert_allclose(linalg.symmetric_product(jnp.asarray(L @ W), L), plain, rtol=1e-9, atol=1e-8)
     B = rng.normal(size=(SIZE, N))

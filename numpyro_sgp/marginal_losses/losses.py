@@ -14,7 +14,7 @@ from numpyro.infer.elbo import ELBO
 
 from numpyro_sgp.adversary import adversary_of
 from numpyro_sgp.autoguide import AbstractAutoSparseGP
-from numpyro_sgp.linalg import matmul
+from numpyro_sgp.linalg import gram_of_rows
 from numpyro_sgp.marginal_likelihood import (
     batch_matrix,
     dense_log_evidence,
@@ -230,7 +230,7 @@ class MinimaxMarginalLikelihood(_MarginalLikelihood):
                 UserWarning,
                 stacklevel=2,
             )
-        P = jnp.eye(r, dtype=R.dtype) + matmul(R, jnp.swapaxes(R, -1, -2))
+        P = jnp.eye(r, dtype=R.dtype) + gram_of_rows(R)
         B = adversary_of(data.parameter(guide, "B"))
         m = data.parameter(guide, "m")
         loss = minimax_objective(m, P, B, A, data.residual, data.noise, data.scale, penalty, self.form)
