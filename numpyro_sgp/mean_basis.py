@@ -10,7 +10,7 @@ from jax import Array
 
 from numpyro_sgp.all_weights import streamed, streamed_draw
 from numpyro_sgp.conditionals import mean_at
-from numpyro_sgp.inducing import AbstractInducing
+from numpyro_sgp.inducing import AbstractInducing, check_new_inputs
 from numpyro_sgp.tables import Table, with_numbers
 
 __all__ = ["AbstractMeanBasis", "InducingMean", "TableDraw", "TableMean"]
@@ -59,12 +59,7 @@ class _OfTable(AbstractMeanBasis):
 
     def kernel_at(self, X: Array, numbers: list[Array]) -> Any:
         """The kernel of finite rank with these numbers, for inputs of the right width."""
-        if X.shape[-1] != self.width:
-            msg = (
-                f"`X_new` has shape {X.shape}, but this GP has inputs of {self.width} columns. Give the inputs of the "
-                "GP site."
-            )
-            raise ValueError(msg)
+        check_new_inputs(self.width, X)
         return with_numbers(self.finite, numbers, self.table.size)
 
 

@@ -28,7 +28,7 @@ from numpyro_sgp.checks import positive
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
 from numpyro_sgp.expansion import frequencies, phases, scale_of, split, term_features, terms, width_of
 from numpyro_sgp.features import WeightVariables
-from numpyro_sgp.inducing import AbstractInducing, InducingPoints, check_width
+from numpyro_sgp.inducing import AbstractInducing, InducingPoints, check_new_inputs
 from numpyro_sgp.linalg import (
     diagonal,
     matmul,
@@ -149,9 +149,9 @@ def _values(functions: FunctionDraws, X_new: Array) -> Array:
     inducing, batch_shape = functions.inducing, functions.batch_shape
 
     def at(draw: _Draw) -> Array:
-        prior = GaussianProcess(draw.kernel, X_new, draw.mean_function)
         if inducing is not None:
-            check_width(inducing, prior.X)
+            check_new_inputs(inducing.width, X_new)
+        prior = GaussianProcess(draw.kernel, X_new, draw.mean_function)
         value = prior.prior_mean + _prior_at(draw.kernel, draw.prior, prior.X)
         if inducing is not None:
             value = value + matvec_transposed(inducing.Kuf(draw.kernel, prior.X), cast(Array, draw.w))

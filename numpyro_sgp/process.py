@@ -20,7 +20,13 @@ from numpyro_sgp.conditionals.moments import moments
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
 from numpyro_sgp.features import WeightVariables, as_finite_rank
 from numpyro_sgp.finite_rank import has_correlated_weights
-from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, GrowingInducing, InducingPoints
+from numpyro_sgp.inducing import (
+    AbstractInducing,
+    BoundedInducingPoints,
+    GrowingInducing,
+    InducingPoints,
+    check_new_inputs,
+)
 from numpyro_sgp.linalg import (
     cholesky,
     diagonal,
@@ -140,14 +146,8 @@ class ProcessPosterior:
                 "`X_new`. Give `mean` to `GaussianProcess` as a scalar or as a function of X."
             )
             raise ValueError(msg)
-        prior = GaussianProcess(self.kernel, X_new, self.mean_function, jitter=cast(Any, self.jitter))
-        if self.inducing.width != prior.X.shape[-1]:
-            msg = (
-                f"`X_new` has shape {prior.X.shape}, but this GP has inputs of {self.inducing.width} columns. "
-                "Give the inputs of the GP site itself, (N_new, D)."
-            )
-            raise ValueError(msg)
-        return prior
+        check_new_inputs(self.inducing.width, X_new)
+        return GaussianProcess(self.kernel, X_new, self.mean_function, jitter=cast(Any, self.jitter))
 
     def posterior(self, X_new: ArrayLike) -> SparsePosterior:
         """q(f(X_new)): `.mean`, `.variance`, `.covariance()`, `.sample(key)`.

@@ -15,7 +15,7 @@ from numpyro.distributions import constraints
 
 from numpyro_sgp.conditionals.moments import moments
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior, check_rows
-from numpyro_sgp.inducing import AbstractInducing, as_inducing, check_width
+from numpyro_sgp.inducing import AbstractInducing, as_inducing, check_new_inputs, check_width
 from numpyro_sgp.linalg import (
     cholesky,
     diagonal,
@@ -231,8 +231,8 @@ class RegressionPosterior:
             )
             raise ValueError(msg)
         X_new = jnp.asarray(X_new, self.prior.X.dtype)
+        check_new_inputs(self.inducing.width, X_new)
         prior = GaussianProcess(self.prior.kernel, X_new, self.prior.mean_function, jitter=self.prior.jitter)
-        check_width(self.inducing, prior.X)
         A = solve_lower(self.L, self.inducing.Kuf(prior.kernel, prior.X))
         T = solve_lower(self.L_B, A)
         q = moments(matvec_transposed(A, self.m), prior.kernel(prior.X), A, T, self._kl())

@@ -475,6 +475,54 @@ def test_a_plate_that_subsamples_is_run_over_all_of_its_rows():
     assert_array_equal(values(data, "constant_data", "X"), X)
 
 
+def assert_rows_are_independent(noise):
+    correlations = np.corrcoef(noise, rowvar=False)
+    assert np.abs(correlations - np.eye(N)).max() < 5.0 / math.sqrt(len(noise))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("own_guide", [False, True])
+def test_latents_of_rows_are_drawn_anew_in_each_batch_and_others_are_not(own_guide):
+    def model(X, y):
+        level = numpyro.sample("level", dist.Normal())
+        data = numpyro.plate("data", N, subsample_size=BATCH)
+        with data:
+            X_batch, y_batch = numpyro.subsample(X, event_dim=1), numpyro.subsample(y, event_dim=0)
+        f = numpyro.sample("f", sgp.GaussianProcess(Matern52(1.1, 0.8), X_batch))
+        with data:
+            offset = numpyro.sample("offset", dist.Normal())
+            numpyro.sample("y", dist.Normal(f + level + offset, NOISE), obs=y_batch)
+
+    def base(X, y):
+        numpyro.sample("level", dist.Normal(0.3, 0.2))
+        with numpyro.plate("data", N, subsample_size=BATCH):
+            numpyro.sample("offset", dist.Normal(-0.5, 0.4))
+
+    guide = sgp.AutoSVGP(model, Z, base=base if own_guide else AutoNormal)
+    data, _ = arbitrary(model, guide, jnp.asarray(X), jnp.asarray(y), num_samples=2000)
+    assert values(data, "posterior", "level").shape == (2000,)
+    offset = values(data, "posterior", "offset")
+    assert_rows_are_independent(offset)
+    if own_guide:
+        assert_allclose(offset.mean(0), -0.5, atol=0.05)
+        assert_allclose(offset.std(0), 0.4, atol=0.05)
+
+
+@pytest.mark.once
+def test_outcomes_to_be_predicted_are_drawn_anew_in_each_batch():
+    def model(X, y, again=None, num_data=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(Matern52(1.1, 0.8), X))
+        with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
+            numpyro.sample("again", dist.Normal(f, NOISE), obs=again)
+
+    guide = GUIDES["whitened"](model, Z)
+    params = arbitrary_parameters(model, guide, X, y, y)
+    data, _ = arbitrary(model, guide, X, y, params=params, num_samples=2000, batch_size=BATCH)
+    for outcome in ("y", "again"):
+        assert_rows_are_independent(values(data, "posterior_predictive", outcome) - values(data, "posterior", "f"))
+
+
 @pytest.mark.once
 def test_hyperparameters_are_the_same_in_all_batches_and_the_same_as_without():
     guide = GUIDES["tied"](hierarchical, Z)

@@ -336,6 +336,8 @@ def test_mistakes_say_what_came_and_what_is_needed():
         site(noise_scale=-1.0, validate_args=True)
     with pytest.raises(ValueError, match=r"prior mean was given as values of shape \(7,\)"):
         site(mean=np.zeros(N)).condition(Y).marginals(X_NEW)
+    with pytest.raises(ValueError, match=r"`X_new` has shape \(.*, 1\), but this GP has inputs of 2 columns"):
+        site().condition(Y).posterior(X_NEW[:, :1])
 
 
 @pytest.mark.once

@@ -17,7 +17,13 @@ from numpyro import distributions as dist
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoGuide, AutoNormal
 
-from numpyro_sgp.autoguide.handlers import GivenGaussianProcesses, ModelForBase, SwapGaussianProcesses, explained
+from numpyro_sgp.autoguide.handlers import (
+    GivenGaussianProcesses,
+    HiddenSamples,
+    ModelForBase,
+    SwapGaussianProcesses,
+    explained,
+)
 from numpyro_sgp.autoguide.parameters import SiteParameters, asked, parameter
 from numpyro_sgp.coefficients import Ascending
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior, unwrap
@@ -111,7 +117,7 @@ class AbstractAutoSparseGP(AutoGuide):
                 return not msg["infer"].get("is_auxiliary")
             return predicting and msg["type"] == "inspect"
 
-        with explained(), handlers.block(hide_fn=hides), handlers.trace() as base_trace:
+        with explained(), HiddenSamples(hide_fn=hides), handlers.trace() as base_trace:
             self.base(*args, **kwargs)
         if names is None:
             return base_trace

@@ -1,17 +1,26 @@
 """What is done to messages: GP values hidden from the base guide, GP sites replaced by posteriors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 import contextlib
-from typing import Any
+from typing import Any, cast
 
 import jax
+from jax import Array
 import jax.numpy as jnp
 import numpyro
-from numpyro.primitives import Messenger
+from numpyro import handlers
+from numpyro.primitives import Messenger, apply_stack
 
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior, rewrap, unwrap
 
-__all__ = ["GivenGaussianProcesses", "ModelForBase", "SwapGaussianProcesses", "explained"]
+__all__ = [
+    "GivenGaussianProcesses",
+    "HiddenSamples",
+    "KeysBySite",
+    "ModelForBase",
+    "SwapGaussianProcesses",
+    "explained",
+]
 
 
 def _is_latent(msg: dict) -> bool:
@@ -52,6 +61,41 @@ class _ZeroGaussianProcesses(Messenger):
             # An outcome to be predicted, not a latent variable of the fit.
             msg["kwargs"]["rng_key"] = numpyro.prng_key()
             msg["stop"] = True
+
+
+class HiddenSamples(handlers.block):
+    """Hides the base guide's samples; those outside are still asked for a key by name, and may give one of their own.
+
+    The message that asks has the type "prng_key", as one of `numpyro.prng_key`, and the name as its "site".
+    """
+
+    def process_message(self, msg: Any) -> None:
+        if msg["type"] == "sample" and self.hide_fn(msg) and _needs_key(msg):
+            asked = {"type": "prng_key", "site": msg["name"], "fn": lambda rng_key: rng_key, "args": (), "value": None}
+            msg["kwargs"]["rng_key"] = apply_stack(cast(Any, {**asked, "kwargs": {"rng_key": None}}))["value"]
+        super().process_message(msg)
+
+
+class KeysBySite(Messenger):
+    """Gives some sample sites keys that follow from their names, hidden ones of a base guide too.
+
+    Args:
+        rng_key: a key.
+        names: names of sites.
+    """
+
+    def __init__(self, rng_key: Array, names: Collection[str]) -> None:
+        self.keys = dict(zip(sorted(names), jax.random.split(rng_key, max(len(names), 1)), strict=False))
+        super().__init__()
+
+    def process_message(self, msg: dict) -> None:
+        asked = msg["name"] if msg["type"] == "sample" else msg.get("site") if msg["type"] == "prng_key" else None
+        if asked in self.keys and _needs_key(msg):
+            msg["kwargs"]["rng_key"] = self.keys[asked]
+
+
+def _needs_key(msg: dict) -> bool:
+    return msg["value"] is None and msg["kwargs"].get("rng_key") is None
 
 
 class GivenGaussianProcesses(Messenger):

@@ -17,6 +17,7 @@ import numpy as np
 from numpyro import handlers
 import numpyro.distributions as dist
 
+from numpyro_sgp.autoguide.handlers import KeysBySite
 from numpyro_sgp.distributions import SparsePosterior, log_prob_of, observed_mask, unwrap
 from numpyro_sgp.linalg import cholesky, matmul, matvec, matvec_transposed
 from numpyro_sgp.process import ProcessPosterior, UnknownFamilyError, process_of
@@ -109,12 +110,21 @@ class Draws:
                 return f
             return None
 
-        guide = handlers.substitute(handlers.seed(self.guide, key_guide), data=values)
+        def seeded(fn: Callable, rng_key: Array) -> Callable:
+            by_row = KeysBySite(jax.random.fold_in(rng_key, batch), self.by_row)
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                with handlers.seed(rng_seed=rng_key), by_row:
+                    return fn(*args, **kwargs)
+
+            return run
+
+        guide = handlers.substitute(seeded(self.guide, key_guide), data=values)
         # Guides take a mask of False for a prediction: parameters must be given, and nothing is fitted.
         guide = handlers.mask(handlers.substitute(guide, substitute_fn=substitute), mask=False)
         with handlers.block():
             guide_trace = handlers.trace(guide).get_trace(*args, **kwargs)
-        model = handlers.replay(handlers.seed(self.model, key_model), cast(Any, guide_trace))
+        model = handlers.replay(seeded(self.model, key_model), cast(Any, guide_trace))
         model = handlers.substitute(handlers.substitute(model, data=values), substitute_fn=substitute)
         with handlers.block():
             model_trace = handlers.trace(model).get_trace(*args, **kwargs)

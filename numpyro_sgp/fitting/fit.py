@@ -204,7 +204,7 @@ class _Run:
 
     def begin(self, loss_dtype: np.dtype, num_steps: int) -> None:
         """Restore the newest checkpoint where there is one."""
-        self.losses = np.empty(num_steps, loss_dtype)
+        self.losses = np.full(num_steps, np.nan, loss_dtype)
         newest = list(self.files.files().values())[-1:] if self.files else []
         self.placement.check_alike({"the newest checkpoint in the folder": [path.name for path in newest]})
         if newest:

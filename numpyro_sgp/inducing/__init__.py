@@ -7,6 +7,7 @@ from numpyro_sgp.inducing.points import (
     BoundedInducingPoints,
     InducingPoints,
     as_inducing,
+    check_new_inputs,
     check_width,
 )
 from numpyro_sgp.inducing.rows import RowMatch, find_rows
@@ -35,6 +36,7 @@ __all__ = [
     "added",
     "as_inducing",
     "ask",
+    "check_new_inputs",
     "check_width",
     "find_rows",
     "greedy_variance",

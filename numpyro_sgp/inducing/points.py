@@ -18,7 +18,14 @@ import numpy as np
 
 from numpyro_sgp.eager import as_one_program
 
-__all__ = ["AbstractInducing", "BoundedInducingPoints", "InducingPoints", "as_inducing", "check_width"]
+__all__ = [
+    "AbstractInducing",
+    "BoundedInducingPoints",
+    "InducingPoints",
+    "as_inducing",
+    "check_new_inputs",
+    "check_width",
+]
 
 
 class AbstractInducing(ABC):
@@ -198,6 +205,17 @@ def as_points(Z: ArrayLike, argument: str = "inducing") -> Array:
         msg = f"`{argument}` of shape {Z.shape} contains NaN. Drop or impute the rows it was made from."
         raise ValueError(msg)
     return Z
+
+
+def check_new_inputs(width: int, X_new: ArrayLike) -> None:
+    """Raise if inputs to predict at have another number of columns than those of the GP."""
+    shape = np.shape(X_new)
+    if len(shape) > 1 and shape[-1] != width:
+        msg = (
+            f"`X_new` has shape {shape}, but this GP has inputs of {width} columns. Give the inputs of the GP "
+            "site itself, (N_new, D)."
+        )
+        raise ValueError(msg)
 
 
 def check_width(inducing: AbstractInducing, X: Array, argument: str = "inducing") -> None:

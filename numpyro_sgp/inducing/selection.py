@@ -2,8 +2,9 @@
 
 `kmeans`, `greedy_variance` and `subset` have the signature that guides call at initialisation,
 `(kernel, X, rng_key, *, num_inducing)`, so `functools.partial(greedy_variance, num_inducing=100)` is an `inducing=`
-argument. They work on values: not inside `jit`. X may be a memory map; its rows are read in chunks, and besides them
-`greedy_variance` holds one float for each pair of a row and an inducing input, the others less.
+argument. They work on values: not inside `jit`. X may be a memory map: `subset` reads the rows it takes, `trace_error`
+all of them in chunks; `kmeans` (without `num_rows`) and `greedy_variance` hold all rows, and `greedy_variance` besides
+them one float for each pair of a row and an inducing input.
 """
 
 from collections.abc import Callable
