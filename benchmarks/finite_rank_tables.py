@@ -128,8 +128,9 @@ def svi_of(method: str, kind: str, p: dict, data, batch: int, steps: int, rate: 
         return jnp.maximum(1.0 / (1.0 + t), min(batch / (window * rank), 1.0))
 
     adam = optax.adam(optax.cosine_decay_schedule(rate, steps))
-    # Until q has seen twenty rows for each weight it is near the prior, and features would shrink from its variance.
-    wait = int(20 * rank / batch)
+    # Until q has seen twenty rows for each weight it is near the prior, and features would shrink from its variance;
+    # those of a network, that is, since cosines cannot.
+    wait = int(20 * rank / batch) if kind == "linear" else 0
     waiting = optax.chain(optax.scale_by_schedule(lambda t: jnp.where(t < wait, 0.0, 1.0)), adam)
     elbo = sgp.QuadratureELBO(num_nodes=3)  # exact: the logarithm of a normal density is a quadratic
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -318,9 +319,10 @@ def started_mean_and_root(
             param(names[0], jnp.broadcast_to(m, shape)),
             param(names[1], jnp.broadcast_to(S_sqrt, (*shape, shape[-1]))),
         )
+    start = functools.cache(lambda: init_from.start(form, inducing, X))
     return (
-        param(names[0], lambda _: jnp.broadcast_to(init_from.start(form, inducing, X)[0], shape)),
-        param(names[1], lambda _: jnp.broadcast_to(init_from.start(form, inducing, X)[1], (*shape, shape[-1]))),
+        param(names[0], lambda _: jnp.broadcast_to(start()[0], shape)),
+        param(names[1], lambda _: jnp.broadcast_to(start()[1], (*shape, shape[-1]))),
     )
 
 
