@@ -38,6 +38,13 @@ def with_noise(X, y=None, num_data=N):
         numpyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
+def with_offsets(X, y=None):
+    f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X[:3]))
+    with numpyro.plate("data", N, subsample_size=3):
+        offset = numpyro.sample("offset", dist.Normal())
+        numpyro.sample("y", dist.Normal(f + offset, 0.7), obs=None if y is None else y[:3])
+
+
 def two_widths(X, y=None):
     f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))
     g = numpyro.sample("g", sgp.GaussianProcess(KERNEL, X[:, :1]))
@@ -131,6 +138,11 @@ MISTAKES = {
         ),
         NotImplementedError,
         ("AutoDelta", "`quantiles`", "`sample_posterior`"),
+    ),
+    "medians of some rows": (
+        lambda: (guide := TSVGP(with_offsets, Z)).median(initial_parameters(with_offsets, guide, X, y), X, y),
+        ValueError,
+        ("'offset'", "each of the 7 rows of plate 'data'", "looks at 3", "Leave the model's arguments out"),
     ),
     "X of one dimension": (
         lambda: sgp.GaussianProcess(KERNEL, X[:, 0]),

@@ -146,6 +146,7 @@ class SwapGaussianProcesses(Messenger):
                 self._process_gaussian_process(msg)
             elif msg["name"] in self.base_trace:
                 site = self.base_trace[msg["name"]]
+                self._check_rows(msg, site["value"])
                 msg.update(fn=site["fn"], value=site["value"], intermediates=site["intermediates"])
                 self.exposed.add(msg["name"])
             elif not self.predicting and _needs_value(msg):
@@ -153,6 +154,18 @@ class SwapGaussianProcesses(Messenger):
                 message = (
                     f"The base guide leaves the latent site {msg['name']!r} without a value; it samples {sampled}. "
                     "Sample it in your guide, or leave `base` at `AutoNormal`, which covers every latent."
+                )
+                raise ValueError(message)
+
+    def _check_rows(self, msg: dict, value: Any) -> None:
+        """A summary of the base guide is of all rows of a plate; the model may look at some of them."""
+        for frame in msg["cond_indep_stack"]:
+            size, axis = self.plate_sizes.get(frame.name, frame.size), frame.dim - msg["fn"].event_dim
+            if size != frame.size and jnp.ndim(value) >= -axis and jnp.shape(value)[axis] == size:
+                message = (
+                    f"The latent site {msg['name']!r} has a value for each of the {size} rows of plate {frame.name!r}, "
+                    f"of which the model looks at {frame.size}. Leave the model's arguments out for the summaries of "
+                    "such latents, or use a model whose plate has all its rows."
                 )
                 raise ValueError(message)
 
