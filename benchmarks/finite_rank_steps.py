@@ -31,7 +31,7 @@ import optax
 import numpyro_sgp as sgp
 
 COLUMNS = 8
-FULL = {"r": [64, 128, 256, 512, 1000], "B": [16, 64, 256], "fixed": {"r": 128, "B": 32}}
+FULL = {"r": [64, 128, 250, 500, 1000], "B": [16, 64, 256], "fixed": {"r": 128, "B": 32}}
 REDUCED = {"r": [8, 16], "B": [4], "fixed": {"r": 8, "B": 4}}
 
 
