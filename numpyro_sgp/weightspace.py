@@ -17,7 +17,7 @@ from numpyro_sgp.distributions import GaussianProcess
 from numpyro_sgp.families import AbstractPosteriorFamily
 from numpyro_sgp.features import as_finite_rank
 from numpyro_sgp.finite_rank import has_correlated_weights, weight_precision, whiten_features, whitened_features
-from numpyro_sgp.linalg import matmul, matvec
+from numpyro_sgp.linalg import gram_of_rows, matvec
 from numpyro_sgp.sites import Perturbed, TiedSites, sites_of
 
 __all__ = ["AutoWeightSpaceGP", "WeightSpace"]
@@ -100,7 +100,7 @@ class WeightSpace(AbstractPosteriorFamily):
         else:
             start = jnp.broadcast_to((_START_OF_ROOT / self.root_scale) * identity, (*batch_shape, r, r))
             R = self.root_scale * jnp.tril(param("R", start))
-            Lambda2 = matmul(R, jnp.swapaxes(R, -1, -2))
+            Lambda2 = gram_of_rows(R)
         if self.parametrization == "adversarial":
             # With this B, and the default penalty, the objective is the bound that "root" has.
             param("B", Adversary(jnp.broadcast_to(-identity / (1.2 * r**0.5), (*batch_shape, r, r))))

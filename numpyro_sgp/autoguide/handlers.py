@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator
 import contextlib
-from typing import Any, cast
+from typing import Any
 
 import jax
 from jax import Array
@@ -71,8 +71,9 @@ class HiddenSamples(handlers.block):
 
     def process_message(self, msg: Any) -> None:
         if msg["type"] == "sample" and self.hide_fn(msg) and _needs_key(msg):
-            asked = {"type": "prng_key", "site": msg["name"], "fn": lambda rng_key: rng_key, "args": (), "value": None}
-            msg["kwargs"]["rng_key"] = apply_stack(cast(Any, {**asked, "kwargs": {"rng_key": None}}))["value"]
+            asked: Any = {"type": "prng_key", "site": msg["name"], "fn": lambda rng_key: rng_key}
+            asked |= {"args": (), "kwargs": {"rng_key": None}, "value": None}
+            msg["kwargs"]["rng_key"] = apply_stack(asked)["value"]
         super().process_message(msg)
 
 
@@ -85,7 +86,7 @@ class KeysBySite(Messenger):
     """
 
     def __init__(self, rng_key: Array, names: Collection[str]) -> None:
-        self.keys = dict(zip(sorted(names), jax.random.split(rng_key, max(len(names), 1)), strict=False))
+        self.keys = {name: jax.random.fold_in(rng_key, number) for number, name in enumerate(sorted(names))}
         super().__init__()
 
     def process_message(self, msg: dict) -> None:
