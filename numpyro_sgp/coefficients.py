@@ -50,6 +50,7 @@ class Response:
         gradient_projected: −(N/B) Σ_b A_b g_b, (..., M), or None.
         seen_projected: Σ_b A_b a_b over the batch, with a shared by equal rows, (..., M), or None.
         projected: L⁻¹K_uγ times each of the vectors to be tracked, (S, ..., M), or None.
+        scale: the factor of the divergence in the loss, (...), which all of these have too.
     """
 
     gradient: Array
@@ -57,6 +58,7 @@ class Response:
     gradient_projected: Array | None
     seen_projected: Array | None
     projected: Array | None
+    scale: Array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,15 @@ from numpyro_sgp.linalg import cholesky, default_jitter, log_determinant, matmul
 from numpyro_sgp.pytrees import PytreeFunction
 from numpyro_sgp.quadrature import gauss_hermite
 
-__all__ = ["GaussianProcess", "SparsePosterior"]
+__all__ = [
+    "GaussianProcess",
+    "SparsePosterior",
+    "check_rows",
+    "log_prob_of",
+    "observed_mask",
+    "rewrap",
+    "unwrap",
+]
 
 
 def _check_inputs(X: ArrayLike) -> Array:
@@ -263,9 +271,10 @@ class SparsePosterior(dist.Distribution):
 
     def log_prob(self, value: Array) -> Array:
         msg = (
-            "A loss asked for log q(f) of a sparse posterior. It is a density over the inducing variables, not over "
-            "the values f(X), so the bound that `Trace_ELBO` forms from it would be wrong. "
-            "Use `numpyro_sgp.QuadratureELBO` or `numpyro.infer.TraceMeanField_ELBO`, which use its KL divergence."
+            "A loss or a sampler asked for log q(f) of a sparse posterior. It is a density over inducing values, not "
+            "over the values f(X), so the bound that `Trace_ELBO` forms from it would be wrong. "
+            "Use `numpyro_sgp.QuadratureELBO` or `numpyro.infer.TraceMeanField_ELBO`, which use its KL divergence. "
+            "Under MCMC leave out of the model what it predicts (`X_new`), and draw that with `Predictive` afterwards."
         )
         raise NotImplementedError(msg)
 

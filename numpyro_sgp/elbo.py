@@ -16,12 +16,13 @@ from numpyro.ops.provenance import eval_provenance
 from numpyro.primitives import Messenger
 from numpyro.util import _validate_model, check_model_guide_match
 
+from numpyro_sgp.checks import at_least
 from numpyro_sgp.concavity import check_concave, dependence, is_quadratic
 from numpyro_sgp.conditionals import jackknife, standard_deviation
 from numpyro_sgp.distributions import SparsePosterior, unwrap
 from numpyro_sgp.quadrature import gauss_hermite, product_grid
 
-__all__ = ["QuadratureELBO"]
+__all__ = ["Particle", "QuadratureELBO", "Trace", "posteriors_of"]
 
 Trace = dict[str, dict[str, Any]]
 
@@ -45,6 +46,26 @@ def _sum_log_prob(site: dict[str, Any]) -> Array:
     else:
         log_prob = site["fn"].log_prob(site["value"])
     return jnp.sum(scale_and_mask(log_prob, site["scale"]))
+
+
+def _check_outcomes(trace: Trace) -> None:
+    """Raise where outcomes and their distribution are broadcast to a table that neither of them is."""
+    for name, site in trace.items():
+        if site["type"] != "sample" or not site["is_observed"]:
+            continue
+        value, entries = np.shape(site["value"]), site["fn"].shape()
+        try:
+            both = np.broadcast_shapes(value, entries)
+        except ValueError:
+            continue  # the density says so itself
+        if both not in (value, entries):
+            column = value == (*entries, 1)
+            advice = "For a column of outcomes use y[:, 0]." if column else "Give both the same order of axes."
+            msg = (
+                f"The outcomes of {name!r} have shape {value} and its distribution has {entries}: together that is a "
+                f"table {both} of all pairs, where one number for each entry is needed. {advice}"
+            )
+            raise ValueError(msg)
 
 
 def _latent_term(model_site: dict[str, Any], guide_site: dict[str, Any], analytic: bool) -> Array:
@@ -115,7 +136,7 @@ class QuadratureELBO(ELBO):
         vectorize_particles: bool | Callable = True,
     ) -> None:
         product_grid(num_nodes, 1)  # checks num_nodes
-        if not isinstance(num_samples, int) or num_samples < 2 or num_samples % 2:
+        if at_least(0, "num_samples", num_samples, "Use 8.") % 2 or num_samples == 0:
             msg = f"`num_samples` must be a positive even integer, for antithetic pairs, got {num_samples!r}. Use 8."
             raise ValueError(msg)
         self.num_nodes = num_nodes
@@ -208,6 +229,7 @@ class Particle:
         sites = posteriors_of(guide_trace)
         model_trace = self.run_model(guide_trace, {})
         check_model_guide_match(model_trace, guide_trace)
+        _check_outcomes(model_trace)
         _validate_model(model_trace, plate_warning="loose")
         # The analytic KL of a site is right if its parents in the model are not its children in the guide; the same
         # order of sites in both is sufficient.
@@ -381,6 +403,7 @@ def _check_sampled(sites: Mapping[str, SparsePosterior], parents: frozenset[str]
 
 
 def posteriors_of(trace: Trace) -> dict[str, SparsePosterior]:
+    """The sparse posteriors among the sites of a guide."""
     found = {name: unwrap(site["fn"]) for name, site in trace.items() if site["type"] == "sample"}
     return {name: q for name, q in found.items() if isinstance(q, SparsePosterior)}
 

@@ -42,10 +42,12 @@ class AbstractPosteriorFamily(ABC):
     Attributes:
         over_weights: whether u are the weights of a kernel of finite rank, and not those of inducing variables.
         has_process: whether q is a Gaussian q(u), so that it can be held factorised.
+        has_cavities: whether mean and covariance are those of one Gaussian, so that data can be taken out of it.
     """
 
     over_weights = False
     has_process = True
+    has_cavities = True
 
     @abstractmethod
     def moments(

@@ -167,7 +167,9 @@ def _collapsed_bound_jvp(bound: str, primals: tuple[Array, ...], tangents: tuple
         whitened = whitened - 0.5 * (matmul(q.L_B, jnp.swapaxes(q.L_B, -1, -2)) - identity)
     else:
         rows = matmul(solve_lower_transposed(q.L, B_inverse), A)
-        shrunk = jnp.sum(Kuf * rows, axis=-2)
+        # Not the product of rows with Kuf: a sum of what is not negative loses nothing in float32.
+        T = _solve_many(q.L_B, A)
+        shrunk = jnp.sum(T * T, axis=-2)
         by_Kuf = outer - rows * w[..., None, :]
     by_noise = -0.5 * w * (1.0 - w * shrunk - w * q.misfit * q.misfit)
     by_kff = jnp.zeros_like(by_noise)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from numpyro import handlers
 
-from numpyro_sgp.conditionals import Moments, Projection, coefficient_units, project_orthogonal
+from numpyro_sgp.conditionals import Moments, Projection, coefficient_units, dense_weights, project_orthogonal
 from numpyro_sgp.conditionals.moments import moments
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
 from numpyro_sgp.features import WeightVariables, as_finite_rank
@@ -373,11 +373,7 @@ class _WhitenedWeights:
 def _dense(sites: DatumSites, batch_shape: tuple[int, ...], shared: dict[str, Any]) -> ProcessPosterior:
     inducing = InducingPoints(sites.fixed_X)
     K = inducing.Kuu(shared["kernel"])
-    W_sqrt = jnp.sqrt(sites.Lambda2)
-    L = cholesky(jnp.eye(K.shape[-1], dtype=K.dtype) + W_sqrt[..., :, None] * K * W_sqrt[..., None, :])
-    half = solve_lower(L, (W_sqrt * matvec(K, sites.lambda1))[..., None])
-    # α = λ₁ − W½B⁻¹W½Kλ₁, the weights of `dual_dense`.
-    a = sites.lambda1 - W_sqrt * solve_lower_transposed(L, half)[..., 0]
+    L, _, a, W_sqrt = dense_weights(sites.lambda1, sites.Lambda2, K)
     return ProcessPosterior(
         inducing=inducing,
         L=L,

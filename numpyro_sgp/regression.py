@@ -1,6 +1,6 @@
 """`SparseGPRegression`: GP regression through inducing variables as one observed site, with q(u) integrated out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any, Literal, NamedTuple
@@ -15,11 +15,10 @@ import numpyro.distributions as dist
 from numpyro.distributions import constraints
 
 from numpyro_sgp.conditionals.moments import moments
-from numpyro_sgp.distributions import GaussianProcess, SparsePosterior, check_rows
+from numpyro_sgp.distributions import GaussianProcess, SparsePosterior, check_rows, unwrap
 from numpyro_sgp.inducing import AbstractInducing, as_inducing, check_new_inputs, check_width
 from numpyro_sgp.linalg import (
     cholesky,
-    diagonal,
     log_determinant,
     matmul,
     matvec,
@@ -27,11 +26,15 @@ from numpyro_sgp.linalg import (
     solve_lower,
     solve_lower_transposed,
     triangular_inverse,
+    with_jitter,
 )
 from numpyro_sgp.marginal_likelihood import BOUNDS, collapsed, collapsed_bound
 from numpyro_sgp.sites import AbstractSites
 
-__all__ = ["Marginals", "RegressionPosterior", "SparseGPRegression", "started_sites"]
+__all__ = ["Marginals", "RegressionPosterior", "SparseGPRegression", "started_mean_and_root", "started_sites"]
+
+# What `RegressionPosterior.start` can be asked for.
+_FORMS = ("whitened", "unwhitened", "natural", "projection", "covariance", "datum")
 
 
 class Marginals(NamedTuple):
@@ -58,6 +61,39 @@ def _broadcast_rows(value: ArrayLike | Callable, X: Array, name: str) -> Array:
     return jnp.broadcast_to(values, (*values.shape[:-1], N)).astype(X.dtype)
 
 
+def _check_not_copied(fn: dist.Distribution, value: Any) -> None:
+    """Raise where a plate or a mask of the rows counts the density of all rows once for each of them."""
+    own, given, N = unwrap(fn).batch_shape, np.shape(value)[:-1], fn.event_shape[0]
+    for axis in range(-len(fn.batch_shape), 0):
+        alike = all(len(shape) < -axis or shape[axis] == 1 for shape in (own, given))
+        if alike and fn.batch_shape[axis] == N > 1:
+            msg = (
+                f"Outcomes of shape {np.shape(value)} are one value of `SparseGPRegression`, and a plate or a mask of "
+                f"size {N} around it counts the density of all {N} rows {N} times. Sample the site outside the plate "
+                "of its rows; in the place of a mask drop the rows from `X` and from the outcomes."
+            )
+            raise ValueError(msg)
+
+
+class _Expanded(dist.ExpandedDistribution):
+    """A regression in a plate."""
+
+    def mask(self, mask: Any) -> dist.MaskedDistribution:
+        return _Masked(self, mask)
+
+    def log_prob(self, value: Any, intermediates: Any = None) -> Array:
+        _check_not_copied(self, value)
+        return jnp.asarray(super().log_prob(value, intermediates))
+
+
+class _Masked(dist.MaskedDistribution):
+    """A regression under a mask, which gives the outcomes the mask's shape before they come to the regression."""
+
+    def log_prob(self, value: Any, intermediates: Any = None) -> Array:
+        _check_not_copied(self, value)
+        return jnp.asarray(super().log_prob(value, intermediates))
+
+
 class SparseGPRegression(dist.Distribution):
     """Observations of a GP with Gaussian noise: `log_prob` is the collapsed bound, the best over all q(u), in O(N M²).
 
@@ -79,7 +115,8 @@ class SparseGPRegression(dist.Distribution):
         jitter: added to the diagonal of Kuu, relative to its mean; by default 1e-6 in float64 and 1e-4 in float32.
 
     Raises:
-        ValueError: unknown `bound`; inducing inputs of another width than X; `noise_scale` of another length.
+        ValueError: unknown `bound`; inducing inputs of another width than X; `noise_scale` of another length; a density
+            inside a plate or under a mask of the rows, which would count it once for each of them.
 
     References:
         Titsias (2009), "Variational learning of inducing variables in sparse Gaussian processes", equation 9;
@@ -133,13 +170,17 @@ class SparseGPRegression(dist.Distribution):
     def _blocks(self) -> tuple[Array, Array, Array]:
         """Kuu with its jitter, Kuf and kff."""
         prior = self.prior
-        Kuu = self.inducing.Kuu(prior.kernel)
-        shift = prior.relative_jitter * jnp.mean(diagonal(Kuu), axis=-1)
-        Kuu = Kuu + shift[..., None, None] * jnp.eye(Kuu.shape[-1], dtype=Kuu.dtype)
+        Kuu = with_jitter(self.inducing.Kuu(prior.kernel), prior.relative_jitter)
         return Kuu, self.inducing.Kuf(prior.kernel, prior.X), prior.kernel(prior.X)
 
     def _residual(self, y: ArrayLike) -> Array:
         return jnp.asarray(y, self.prior.X.dtype) - self.prior.prior_mean
+
+    def expand(self, batch_shape: Sequence[int]) -> dist.Distribution:
+        return self if tuple(batch_shape) == self.batch_shape else _Expanded(self, tuple(batch_shape))
+
+    def mask(self, mask: Any) -> dist.MaskedDistribution:
+        return _Masked(self, mask)
 
     def log_prob(self, value: Array) -> Array:
         check_rows(value, self.event_shape)
@@ -276,10 +317,19 @@ class RegressionPosterior:
             X: the guide's inputs, which must be the training inputs for one site for each row.
 
         Raises:
-            ValueError: other inducing variables, or other rows.
+            ValueError: another form, other inducing variables, or other rows.
         """
+        if form not in _FORMS:
+            msg = f"`form` must be one of {', '.join(map(repr, _FORMS))}, got {form!r}."
+            raise ValueError(msg)
+        if inducing is None and form != "datum":
+            msg = f"`form={form!r}` is one of inducing variables: give `inducing`, the guide's, got None."
+            raise ValueError(msg)
+        same = jnp.ones((), bool)
+        if inducing is not None:
+            same = _same(self.inducing, inducing, "inducing variables", "`inducing=init_from.inducing`")
         if form == "datum":
-            same = _same(self.prior.X, X, "rows of X", "the same rows of X")
+            same &= _same(self.prior.X, X, "rows of X", "the same rows of X")
             first, second = self.precision * self.residual, jnp.broadcast_to(self.precision, self.residual.shape)
         elif form in ("whitened", "unwhitened"):
             first, second = self.m, self._root()
@@ -294,8 +344,6 @@ class RegressionPosterior:
                 first = solve_lower_transposed(self.L, first[..., None])[..., 0]
                 half = solve_lower_transposed(self.L, second)
                 second = solve_lower_transposed(self.L, jnp.swapaxes(half, -1, -2))
-        if inducing is not None:
-            same = _same(self.inducing, inducing, "inducing variables", "`inducing=init_from.inducing`")
         # Traced values cannot be compared now; where they turn out to differ, the start is NaN.
         return jnp.where(same, first, jnp.nan).astype(X.dtype), jnp.where(same, second, jnp.nan).astype(X.dtype)
 

@@ -1,6 +1,7 @@
 """`InducingReparam`: a GP site written through whitened inducing variables, for NUTS and for any other guide."""
 
 from typing import Any, Literal
+import warnings
 
 from jax import Array
 import jax.numpy as jnp
@@ -32,6 +33,9 @@ class InducingReparam(Reparam):
     Raises:
         TypeError: the site is not a `GaussianProcess`, or `inducing` is a function.
         ValueError: the site is observed or masked; inducing inputs of another width than X; unknown `conditional`.
+
+    Warns:
+        UserWarning: a plate around the site is as large as the site has rows, and may be that of the rows.
 
     References:
         Hensman, Matthews, Filippone and Ghahramani (2015), "MCMC for variationally sparse Gaussian processes": the
@@ -86,6 +90,7 @@ class InducingReparam(Reparam):
         check_width(self.inducing, prior.X)
         # Plates have expanded the site before this handler sees it: its whole shape but the last axis is a batch.
         batch_shape, N = fn.shape()[:-1], prior.event_shape[0]
+        _warn_of_rows(name, batch_shape, prior.batch_shape, N)
         blocks = project(self.inducing, prior.kernel, prior.X, prior.relative_jitter)
         v = _standard_normal(f"{name}_whitened", batch_shape, self.inducing.num_inducing, blocks.A)
         f = prior.prior_mean + matvec_transposed(blocks.A, v)
@@ -96,6 +101,17 @@ class InducingReparam(Reparam):
             scale = jnp.where(positive, jnp.sqrt(jnp.where(positive, variance, 1.0)), 0.0)
             f = f + scale * _standard_normal(f"{name}_residual", batch_shape, N, blocks.A)
         return None, f
+
+
+def _warn_of_rows(name: str, batch_shape: tuple[int, ...], own: tuple[int, ...], N: int) -> None:
+    """Warn where a plate around the site may be one of its rows: the sizes are all that is known here."""
+    for axis in range(-len(batch_shape), 0):
+        if batch_shape[axis] == N > 1 and (len(own) < -axis or own[axis] == 1):
+            msg = (
+                f"A plate of size {N} makes {N} latents of the GP site {name!r}, which has {N} rows. If the plate is "
+                "that of the rows, sample the site before it: a GP is one random function, not one for each row."
+            )
+            warnings.warn(msg, stacklevel=2)
 
 
 def _standard_normal(name: str, batch_shape: tuple[int, ...], size: int, like: Array) -> Array:

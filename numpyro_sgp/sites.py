@@ -45,14 +45,18 @@ class AbstractSites:
 
     def perturbation(self, *, for_step: bool) -> "Perturbation":
         """A zero perturbation of these sites; `for_step` adds what `natural_step` needs beside the direction."""
-        del for_step
-        return Perturbation(jnp.zeros_like(self.lambda1), jnp.zeros_like(self.Lambda2))
+        return Perturbation(
+            jnp.zeros_like(self.lambda1), jnp.zeros_like(self.Lambda2), scale=self._scale() if for_step else None
+        )
+
+    def _scale(self) -> Array:
+        return jnp.zeros(self.lambda1.shape[:-1], self.lambda1.dtype)
 
     def natural_step(self, direction: "Perturbation", step_size: ArrayLike) -> "AbstractSites":
         """λ₁ ← λ₁ − ρ ∂loss/∂ε₁ and −½Λ₂ ← −½Λ₂ − ρ ∂loss/∂ε₂.
 
         Args:
-            direction: ∂loss/∂ε at 0, with the fields of a perturbation.
+            direction: ∂loss/∂ε at 0, with the fields of a perturbation, for a loss that has the divergence once.
             step_size: ρ in (0, 1]; 1 replaces the sites by their targets.
         """
         start = self if direction.moved is None else direction.moved
@@ -95,8 +99,10 @@ class TiedSites(AbstractSites):
 
     def perturbation(self, *, for_step: bool) -> "Perturbation":
         """A zero perturbation; with an anchor, a natural step starts from the sites as moved to where u is now."""
-        moved = None if self.anchor is None or not for_step else jax.tree.map(jnp.zeros_like, self)
-        return Perturbation(jnp.zeros_like(self.lambda1), jnp.zeros_like(self.Lambda2), moved=moved)
+        perturbation = super().perturbation(for_step=for_step)
+        if self.anchor is None or not for_step:
+            return perturbation
+        return dataclasses.replace(perturbation, moved=jax.tree.map(jnp.zeros_like, self))
 
 
 @jax.tree_util.register_dataclass
@@ -142,6 +148,8 @@ class Perturbation:
             is those sites. None where the sites have no anchor.
         weight: multiplies δv in an extra term of the loss that is zero at ε = 0, (..., N), or None; the derivative of
             ∂loss/∂ε with respect to it carries a change of the data's variances' gradients into a change of direction.
+        scale: a zero added to the divergence of each latent, (...), or None; its gradient is the factor of the
+            divergence in the loss, which `handlers.scale` makes another than 1.
     """
 
     epsilon1: Array
@@ -149,6 +157,39 @@ class Perturbation:
     moved: TiedSites | None = None
     variance: Array | None = None
     weight: Array | None = None
+    scale: Array | None = None
+
+    def factor(self, axes: int) -> Array:
+        """The factor of the divergence with so many axes appended; 1 where the divergence is not in the loss."""
+        assert self.scale is not None
+        return jnp.where(self.scale > 0.0, self.scale, 1.0).reshape(self.scale.shape + (1,) * axes)
+
+    def of_unit_scale(self, sites: AbstractSites) -> "Perturbation":
+        """The natural gradient of a loss, divided by the factor that the divergence of each latent has in it.
+
+        With ρ = 1 a step then ends where the sites are their targets, whatever the units of the loss.
+
+        Args:
+            sites: where the gradient was taken; they stay where a latent is not in the loss.
+        """
+        assert self.scale is not None
+        batch = self.scale.ndim
+
+        def divided(x: Array) -> Array:
+            return x / self.factor(x.ndim - batch)
+
+        moved = self.moved
+        if moved is not None:
+            assert isinstance(sites, TiedSites)
+            inside = self.scale > 0.0
+            # All latents share the anchor, which is in the loss once for each of them.
+            total = jnp.sum(self.scale)
+            moved = TiedSites(
+                jnp.where(inside[..., None], divided(moved.lambda1), sites.lambda1),
+                jnp.where(inside[..., None, None], divided(moved.Lambda2), sites.Lambda2),
+                jax.tree.map(lambda new, old: jnp.where(total > 0.0, new / total, old), moved.anchor, sites.anchor),
+            )
+        return dataclasses.replace(self, epsilon1=divided(self.epsilon1), epsilon2=divided(self.epsilon2), moved=moved)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,9 +269,12 @@ def perturb_kl(perturbation: Perturbation, sites: AbstractSites, kl: Array) -> A
     axes = tuple(range(kl.ndim - sites.Lambda2.ndim, 0))
     linear = jnp.sum(sites.lambda1 * perturbation.epsilon1, axis=-1)
     kl = kl + linear - 0.5 * jnp.sum(sites.Lambda2 * perturbation.epsilon2, axis=axes)
-    if perturbation.moved is None:
+    if perturbation.scale is not None:
+        kl = kl + perturbation.scale
+    moved = perturbation.moved
+    if moved is None:
         return kl
-    terms = jax.tree.map(lambda zero, value: jnp.sum(zero * value), perturbation.moved, sites)
-    # One latent carries the extra zero, so that it counts once.
-    first = jnp.zeros_like(kl).at[(0,) * kl.ndim].set(1.0)
-    return kl + first * sum(jax.tree.leaves(terms))
+    assert isinstance(sites, TiedSites)
+    anchor = jax.tree.map(lambda zero, value: jnp.sum(zero * value), moved.anchor, sites.anchor)
+    own = jnp.sum(moved.lambda1 * sites.lambda1, axis=-1) + jnp.sum(moved.Lambda2 * sites.Lambda2, axis=(-2, -1))
+    return kl + own + sum(jax.tree.leaves(anchor))

@@ -184,7 +184,8 @@ class Rows:
         change: zero, to be differentiated, (M, c).
         index: which rows, (M,), distinct.
         tracked: Φ_p w of all weights, (P, 1 + k), or None.
-        asked: zeros in the place of the kernel's numbers, to be differentiated, or None.
+        asked: zeros in the place of the kernel's numbers, and one for the factor of the divergence in the loss, to be
+            differentiated, or None.
         integrated: receives an entry when a loss integrates over the estimate as it must be.
     """
 

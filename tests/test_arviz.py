@@ -717,7 +717,7 @@ def test_what_is_saved_is_what_is_loaded(fitted, tmp_path):
     ("options", "message"),
     [
         ({"num_samples": 0}, "`num_samples` must be a positive integer, got 0"),
-        ({"batch_size": 0}, "`batch_size` must be a positive integer or None, got 0"),
+        ({"batch_size": 0}, "`batch_size` must be a positive integer, got 0"),
         ({"dims": {"y": ["a", "b"]}}, "`dims` names .* for 'y', which has shape"),
         ({"dims": {"w": ["a"]}}, "`dims` names \\['w'\\], but the variables are"),
         ({"dims": {"y": ["a"]}, "coords": {"a": [1, 2]}}, "`coords` has values of shape \\(2,\\) for 'a'"),
@@ -736,8 +736,10 @@ def test_missing_outcomes_unequal_rows_and_wrong_results_raise_and_say_what_to_d
     svi, key = svi_of(gaussian, guide), jax.random.key(0)
     with pytest.raises(ValueError, match=r"No site of the model is observed.*Pass the outcomes"):
         to_arviz(key, svi, params, X, num_samples=2)
-    with pytest.raises(ValueError, match="same number of rows; got shapes"):
+    with pytest.raises(ValueError, match=r"same number of rows; got shapes .*Pass the data by position"):
         to_arviz(key, svi, params, X, y[:-1], num_samples=2, batch_size=3)
+    with pytest.raises(TypeError, match=r"`svi` must be the `SVI` object.*got AutoSVGP"):
+        to_arviz(key, guide, params, X, y)
     with pytest.raises(TypeError, match="or a dict of parameters, got list"):
         to_arviz(key, svi, [params], X, y, num_samples=2)
     with pytest.raises(ValueError, match="'f_auto_m' has no value to predict with"):

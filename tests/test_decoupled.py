@@ -630,7 +630,7 @@ def test_a_regression_starts_the_covariance_block():
         ((GAMMA, None), {}, "`cov_inducing=None` was given with `parametrization='orthogonal'`"),
         ((GAMMA, None), {"parametrization": "solve"}, "needs a covariance basis"),
         ((GAMMA, None), {"parametrization": "full", "natural": True}, "`cov_inducing=None` was given with `natural"),
-        ((GAMMA, Z), {"kl_rows": 0}, "`kl_rows` must be a positive integer or None, got 0"),
+        ((GAMMA, Z), {"kl_rows": 0}, "`kl_rows` must be a positive integer, got 0"),
         ((GAMMA, Z), {"kl_rows": 2.5}, "`kl_rows` must be a positive integer"),
         ((GAMMA, Z), {"parametrization": "solve", "kl_rows": 3}, "factorises the matrix"),
     ],

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.testing import assert_allclose
 import numpyro
+from numpyro.contrib.control_flow import cond, scan
 import numpyro.distributions as dist
 from numpyro.infer import SVI, Predictive, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta, AutoNormal
@@ -52,6 +53,11 @@ def two_widths(X, y=None):
         numpyro.sample("y", dist.Normal(f + g, 0.7), obs=y)
 
 
+def in_columns(X, y=None):
+    f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))
+    numpyro.sample("y", dist.Normal(f[:, None], 0.7), obs=y)
+
+
 def without_gp(X, y=None):
     intercept = numpyro.sample("intercept", dist.Normal(0.0, 1.0))
     with numpyro.plate("data", X.shape[0]):
@@ -62,6 +68,40 @@ def gp_inside_a_subsampled_plate(X, y=None):
     with numpyro.plate("data", 100, subsample_size=X.shape[0]):
         f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))
         numpyro.sample("y", dist.Normal(f, 0.7), obs=y)
+
+
+def gp_inside_the_plate_of_its_rows(X, y=None):
+    with numpyro.plate("data", X.shape[0]):
+        f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))
+        numpyro.sample("y", dist.Normal(f, 0.7), obs=y)
+
+
+def gp_inside_a_scan(X, y=None):
+    def step(_, y):
+        f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))
+        return _, numpyro.sample("y", dist.Normal(f, 0.7).to_event(1), obs=y)
+
+    scan(step, None, y[None])
+
+
+def latent_inside_cond(X, y=None):
+    def branch(scale):
+        return lambda _: numpyro.sample("noise", dist.HalfNormal(scale))
+
+    f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))
+    noise = cond(True, branch(1.0), branch(2.0), None)
+    with numpyro.plate("data", N):
+        numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+def scan_over_the_batch(X, y=None):
+    def step(_, f):
+        numpyro.sample("h", dist.Normal(f, 0.7))
+        return _, None
+
+    f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))
+    scan(step, None, f)
+    numpyro.sample("y", dist.Normal(f, 0.7).to_event(1), obs=y)
 
 
 def start(model, guide, *args, optim=None, loss=None, **kwargs):
@@ -86,6 +126,11 @@ def says(*parts):
 
 
 TSVGP, SVGP = sgp.AutoTSVGP, sgp.AutoSVGP
+
+
+def scan_at_other_length():
+    svi, state = start(scan_over_the_batch, TSVGP(scan_over_the_batch, Z), X, y)
+    svi.update(state, X[:3], y[:3])
 
 
 def per_datum_at_other_shape():
@@ -131,6 +176,16 @@ MISTAKES = {
         lambda: sgp.SparseGPRegression(KERNEL, X, Z, 0.1).log_prob(y[:, None]),
         ValueError,
         ("number for each row", f"({len(y)}, 1)", "y[:, 0]"),
+    ),
+    "column of outcomes": (
+        lambda: step(model, TSVGP(model, Z), X, y[:, None]),
+        ValueError,
+        ("'y'", "(7, 1)", "(7,)", "table (7, 7)", "y[:, 0]"),
+    ),
+    "outcomes for a column of latents": (
+        lambda: step(in_columns, TSVGP(in_columns, Z), X, y),
+        ValueError,
+        ("'y'", "(7,)", "(7, 1)", "table (7, 7)", "same order of axes"),
     ),
     "quantiles of point estimates": (
         lambda: (guide := TSVGP(with_noise, Z, base=AutoDelta)).quantiles(
@@ -282,7 +337,32 @@ MISTAKES = {
         ValueError,
         ("GP site 'f'", "plate 'data'", "subsamples 7 of 100", "before the plate"),
     ),
+    "GP site inside the plate of its rows": (
+        lambda: step(gp_inside_the_plate_of_its_rows, TSVGP(gp_inside_the_plate_of_its_rows, Z), X, y),
+        ValueError,
+        ("GP site 'f'", "plate 'data'", "7 latents", "before the plate"),
+    ),
+    "GP site inside a scan": (
+        lambda: step(gp_inside_a_scan, TSVGP(gp_inside_a_scan, Z), X, y),
+        ValueError,
+        ("GP site 'f'", "inside `scan`", "Sample it before"),
+    ),
+    "latent inside cond": (
+        lambda: step(latent_inside_cond, TSVGP(latent_inside_cond, Z), X, y),
+        ValueError,
+        ("latent site 'noise'", "inside `cond`", "jnp.where"),
+    ),
+    "scan over other steps": (
+        scan_at_other_length,
+        ValueError,
+        ("latent site 'h'", "7 steps", "scans 3", "all of them"),
+    ),
     # The base guide.
+    "base guide leaves a latent of a scan without a value": (
+        lambda: step(scan_over_the_batch, TSVGP(scan_over_the_batch, Z, base=lambda *args: None), X, y),
+        ValueError,
+        ("base guide", "'h'", "samples []", "`AutoNormal`"),
+    ),
     "base guide leaves a latent without a value": (
         lambda: step(with_noise, TSVGP(with_noise, Z, base=lambda *args: None), X, y),
         ValueError,
@@ -338,7 +418,7 @@ MISTAKES = {
     "Trace_ELBO": (
         lambda: step(model, TSVGP(model, Z), X, y, loss=Trace_ELBO()),
         NotImplementedError,
-        ("log q(f)", "`Trace_ELBO`", "wrong", "QuadratureELBO", "TraceMeanField_ELBO"),
+        ("log q(f)", "`Trace_ELBO`", "wrong", "QuadratureELBO", "TraceMeanField_ELBO", "MCMC", "`Predictive`"),
     ),
     "num_samples odd": (
         lambda: sgp.QuadratureELBO(num_samples=3),
@@ -425,6 +505,8 @@ MISTAKES = {
 }
 
 
+# NumPyro's `replay` asks every value of the guide's trace for a shape before each `scan`, parameters too.
+@pytest.mark.filterwarnings("ignore:shape requires ndarray:DeprecationWarning")
 @pytest.mark.parametrize(("mistake", "error", "parts"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_raises_and_the_message_says_what_to_do(mistake, error, parts):
     with pytest.raises(error, match=says(*parts)):

@@ -216,6 +216,15 @@ def test_hilbert_space_features_are_those_of_numpyro(name):
     assert_allclose(np.sort(kernel.prior_precision()), 1.0 / density[order], rtol=1e-10)
 
 
+def test_inputs_on_the_sides_of_the_box_are_inside_and_those_beyond_raise():
+    box = features.HilbertSpace(kernels.Matern32(1.0), (3, 2), (-2.1, (2.1, 0.7)))
+    sides = np.array([[-2.1, -2.1], [2.1, 0.7]])
+    for X_inside in (sides, sides.astype(np.float32)):
+        assert_allclose(box.features(X_inside), 0.0, atol=1e-6)
+    with pytest.raises(ValueError, match=r"reaches from \[-2.1, -2.1\] to .*wider bounds"):
+        box.features(sides + np.array([[0.0, 0.0], [0.0, 0.1]]))
+
+
 @pytest.mark.parametrize(
     ("kernel", "tolerance"),
     [

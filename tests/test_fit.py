@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.testing import assert_allclose, assert_array_equal
 import numpyro
+from numpyro import handlers
 import numpyro.distributions as dist
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
@@ -313,6 +314,58 @@ def test_the_data_become_arguments_and_the_number_of_rows_goes_where_it_is_taken
     assert run(lambda X, num_data: record(X, num_data=num_data), (X,), num_data=8) == ((x,), {"num_data": 8})
 
 
+def unscaled(X, y=None, N=None):
+    linear(X, y, N)
+
+
+def scaled_by_hand(X, y=None):
+    w = numpyro.sample("w", dist.Normal(0.0, jnp.ones(X.shape[1])).to_event(1))
+    with handlers.scale(scale=N / X.shape[0]):
+        numpyro.sample("y", dist.Normal(X @ w, 0.5), obs=y)
+
+
+def prior_scaled_down(X, y=None):
+    with handlers.scale(scale=X.shape[0] / N):
+        w = numpyro.sample("w", dist.Normal(0.0, jnp.ones(X.shape[1])).to_event(1))
+    numpyro.sample("y", dist.Normal(X @ w, 0.5), obs=y)
+
+
+def as_a_factor(X, y=None):
+    w = numpyro.sample("w", dist.Normal(0.0, jnp.ones(X.shape[1])).to_event(1))
+    numpyro.factor("y", N / X.shape[0] * dist.Normal(X @ w, 0.5).log_prob(y).sum())
+
+
+def without_a_prior(X, y=None):
+    w = numpyro.param("w", jnp.zeros(X.shape[1]))
+    numpyro.sample("y", dist.Normal(X @ w, 0.5), obs=y)
+
+
+def test_a_likelihood_of_batches_that_is_not_scaled_to_all_rows_warns():
+    with pytest.warns(UserWarning, match=r"batch of 3 rows to all 7: .*\['y'\].*`num_data`, which `fit` passes"):
+        quiet_fit(linear_svi(model=unscaled), KEY, (X, Y), batch_size=BATCH, num_steps=1)
+    model = Model()
+    guide = sgp.AutoTSVGP(lambda X, y=None: model(X, y), Z)
+    svi = SVI(guide.model, guide, sgp.NaturalGradient(0.1, optax.sgd(0.0)), sgp.QuadratureELBO())
+    with pytest.warns(UserWarning, match="No plate of the model scales"):
+        quiet_fit(svi, KEY, (X, Y), batch_size=BATCH, num_steps=1)
+
+
+@pytest.mark.parametrize("model", [scaled_by_hand, prior_scaled_down, as_a_factor, without_a_prior])
+def test_a_likelihood_that_is_scaled_in_another_way_or_needs_no_scale_does_not_warn(model):
+    svi = SVI(model, AutoNormal(model), optax.adam(1e-2), Trace_ELBO())
+    quiet_fit(svi, KEY, (X, Y), batch_size=BATCH, num_steps=1)
+
+
+def test_a_model_that_knows_the_number_of_rows_and_batches_of_all_rows_do_not_warn():
+    known = functools.partial(unscaled, N=N)
+    quiet_fit(linear_svi(model=known), KEY, (X, Y), batch_size=BATCH, num_steps=1)
+    quiet_fit(linear_svi(model=unscaled), KEY, (X, Y), batch_size=N, num_steps=1)
+
+
+def keyword_only(*, X, y=None, num_data=None):
+    linear(X, y, num_data)
+
+
 def bad_calls():
     def call(**changes):
         arguments = {"svi": linear_svi(), "rng_key": KEY, "data": (X, Y), "batch_size": BATCH, "num_steps": 3}
@@ -352,6 +405,16 @@ def bad_calls():
             TypeError,
             r"gives the guide 2 positional argument.*and `num_data`.*\(X, y\)",
             call(svi=SVI(linear, lambda X, y: None, optax.adam(1e-2), Trace_ELBO())),
+        ),
+        "a dict of arguments": (
+            TypeError,
+            r"`data` is a dict with the keys \['X', 'y'\].*one argument.*Pass a tuple: \(data\['X'\], data\['y'\]\)",
+            call(data={"y": Y, "X": X}),
+        ),
+        "keyword-only arguments": (
+            TypeError,
+            r"by keyword only.*`lambda X, y, num_data=None: model\(X=X, y=y, num_data=num_data\)`",
+            call(svi=linear_svi(model=keyword_only)),
         ),
         "traced": (TypeError, "outside `jit`", lambda: jax.jit(traced)(X)),
         "in_jit": (TypeError, "outside `jit`", lambda: jax.jit(in_jit)(1.0)),

@@ -354,3 +354,74 @@ def test_the_power_that_sites_are_tempered_by_is_one_until_rounding_matters_and_
     assert_allclose(alpha[1], -epsilon * x**3 * expected**5, rtol=1e-5, atol=1e-45)
     assert (alpha[0][:3] == 1.0).all()
     assert alpha[0][3] > 0.999
+
+
+def curve(noise):
+    """A smooth function in one column, measured with noise that is small beside the prior's deviation."""
+    rng = np.random.default_rng(8)
+    inputs = np.float32(np.sort(rng.uniform(0.0, 10.0, size=(300, 1)), axis=0))
+    return inputs, np.float32(np.sin(inputs[:, 0]) + noise * rng.normal(size=300)), np.float32(noise)
+
+
+def of_curve(X, y, noise):
+    f = numpyro.sample("f", sgp.GaussianProcess(SquaredExponential(1.0), X))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+@pytest.mark.parametrize("noise", [0.03, 0.01])
+def test_the_dense_posterior_keeps_its_mean_at_small_noise(noise):
+    inputs, y, noise = curve(noise)
+    guide = sgp.AutoTSVGP(of_curve, None)
+    svi = SVI(of_curve, guide, sgp.NaturalGradient(1.0, optax.sgd(0.0)), sgp.QuadratureELBO())
+    result = svi.run(jax.random.key(0), 3, inputs, y, noise, progress_bar=False)
+    K, variance = oracles.se(np.float64(inputs), np.float64(inputs), 1.0, 1.0), np.float64(noise) ** 2
+    C = K + variance * np.eye(300)
+    evidence = -0.5 * (y @ np.linalg.solve(C, y) + np.linalg.slogdet(C)[1] + 300 * np.log(2.0 * np.pi))
+    assert sgp.num_refused(result.state) == 0
+    assert_allclose(-result.losses[1:], evidence, rtol=1e-3)
+    deviation = np.sqrt(np.diag(K - K @ np.linalg.solve(C, K)))
+    q = guide.posterior(jax.random.key(1), result.params, inputs, y, noise)["f"]
+    process = sgp.process_posterior(guide, jax.random.key(1), result.params, inputs, y, noise)["f"]
+    for mean in (q.mean, process.posterior(inputs).mean):
+        assert np.all(np.abs(mean - K @ np.linalg.solve(C, np.float64(y))) < 0.2 * deviation)
+
+
+@pytest.mark.parametrize("kind", ["tied", "natural", "per_datum", "dense"])
+def test_data_that_swallow_the_prior_are_refused(kind):
+    inputs, y, noise = curve(0.003)  # N · prior variance / noise variance is 3e7
+    Z = np.linspace(0.0, 10.0, 50, dtype=np.float32)[:, None]
+    guide = {
+        "tied": lambda: sgp.AutoTSVGP(of_curve, Z),
+        "natural": lambda: sgp.AutoSVGP(of_curve, Z, natural=True),
+        "per_datum": lambda: sgp.AutoTSVGP(of_curve, Z, sites="per_datum"),
+        "dense": lambda: sgp.AutoTSVGP(of_curve, None),
+    }[kind]()
+    svi = SVI(of_curve, guide, sgp.NaturalGradient(1.0, optax.sgd(0.0)), sgp.QuadratureELBO())
+    update, state, losses = jax.jit(svi.update), svi.init(jax.random.key(0), inputs, y, noise), []
+    for _ in range(3):
+        state, loss = update(state, inputs, y, noise)
+        losses.append(float(loss))
+    # The prior's loss, or none: never one that is finite and off by thousands.
+    assert sgp.num_refused(state) >= 1
+    assert all(np.isnan(loss) or abs(loss / losses[0] - 1.0) < 1e-3 for loss in losses)
+
+
+def test_the_gradient_with_respect_to_the_noise_of_dtc_is_that_of_float64():
+    rng = np.random.default_rng(0)
+    inputs = np.float32(np.sort(rng.uniform(0.0, 10.0, size=(400, 1)), axis=0))
+    y, noise = np.float32(np.sin(2.0 * inputs[:, 0]) + 0.01 * rng.normal(size=400)), np.float32(0.01)
+    Z = np.linspace(0.0, 10.0, 40, dtype=np.float32)[:, None]
+
+    def log_density(log_noise):
+        dtype = log_noise.dtype
+        kernel = SquaredExponential(jnp.ones((), dtype))
+        site = sgp.SparseGPRegression(
+            kernel, inputs.astype(dtype), Z.astype(dtype), jnp.exp(log_noise), bound="dtc", jitter=JITTER
+        )
+        return site.log_prob(y.astype(dtype))
+
+    found = jax.grad(log_density)(jnp.log(noise))
+    with jax.enable_x64(True):
+        # A sum of 400 terms w²|T|² + w² misfit² − 1, each of which is about one before the last.
+        assert_allclose(found, jax.grad(log_density)(jnp.log(np.float64(noise))), atol=0.2, rtol=0.0)

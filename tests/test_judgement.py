@@ -24,7 +24,7 @@ from scipy import stats
 import numpyro_sgp as sgp
 from numpyro_sgp.diagnostics import calibration, loo_cavity, psis_khat
 from numpyro_sgp.diagnostics.importance import log_importance_ratios
-from numpyro_sgp.kernels import SquaredExponential
+from numpyro_sgp.kernels import Linear, SquaredExponential
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -87,13 +87,13 @@ def without(K, n, y=y, noise=NOISE):
     return weights @ y[rest], K[n, n] - weights @ K[rest, n]
 
 
-def left_out(name, n):
+def left_out(name, n, noise=NOISE):
     """Mean and variance of f_n under the collapsed posterior of all other data."""
     Kuu, Kuf, kff = prior_blocks(name)
     Q = Kuf.T @ np.linalg.solve(Kuu, Kuf)
     if name == "dense":
         Q = oracles.se(X, X, 0.8)
-    m, v = without(Q, n, y - 0.3)
+    m, v = without(Q, n, y - 0.3, noise)
     return 0.3 + m, v + kff[n] - Q[n, n]
 
 
@@ -110,6 +110,55 @@ def test_cavities_of_a_gaussian_likelihood_are_exact_leave_one_out(name):
     q = svi.guide.posterior(jax.random.key(0), result.params, X)["f"]
     in_sample = stats.norm.logpdf(y, q.mean, np.sqrt(q.variance + NOISE**2)).sum()
     assert_allclose(loo[P], in_sample - np.sum(exact), rtol=1e-3)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("noise", [0.3, 0.01])
+@pytest.mark.parametrize("name", ["natural", "dense"])
+def test_leave_one_out_is_exact_where_the_likelihood_is_much_narrower_than_the_cavity_or_the_posterior(name, noise):
+    model = model_of(lambda f: dist.Normal(f, noise))
+    svi, result = fitted(model, GUIDES[name](model), X, y)
+    loo = loo_cavity(jax.random.key(1), svi, result, X, y, num_samples=2)
+    moments = [left_out(name, n, noise) for n in range(N)]
+    exact = [stats.norm.logpdf(y[n], m, np.sqrt(v + noise**2)) for n, (m, v) in enumerate(moments)]
+    assert_allclose(pointwise(loo), exact, rtol=1e-8)
+    q = svi.guide.posterior(jax.random.key(0), result.params, X)["f"]
+    in_sample = stats.norm.logpdf(y, q.mean, np.sqrt(q.variance + noise**2)).sum()
+    assert_allclose(loo[P], in_sample - np.sum(exact), rtol=1e-8)
+
+
+@pytest.mark.once
+def test_far_from_all_other_data_the_cavity_is_the_prior():
+    far, outcomes = 100.0 * np.arange(5)[:, None], np.array([0, 3, 30, 300, 1000])
+
+    def model(X, y=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(SquaredExponential(0.8, 4.0), X, 2.0))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
+
+    svi, result = fitted(model, sgp.AutoTSVGP(model, None), far, outcomes, steps=200, step_size=0.3)
+    loo = loo_cavity(jax.random.key(1), svi, result, far, outcomes, num_samples=2)
+    f = np.linspace(-20.0, 20.0, 400_001)
+    density = stats.poisson.pmf(outcomes[:, None], np.exp(f)) * stats.norm.pdf(f, 2.0, 2.0)
+    # 32 nodes for an integrand that is not constant: 5e-8.
+    assert_allclose(pointwise(loo), np.log(density.sum(axis=1) * (f[1] - f[0])), rtol=1e-6)
+
+
+@pytest.mark.once
+def test_a_row_where_f_is_known_has_its_density_there():
+    inputs = np.arange(5.0)[:, None]  # at 0 a linear function is 0
+
+    def model(X, y=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(Linear(1.0), X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    svi, result = fitted(model, sgp.AutoTSVGP(model, None), inputs, y[:5])
+    loo = loo_cavity(jax.random.key(1), svi, result, inputs, y[:5], num_samples=2)
+    precision = np.linalg.inv(inputs @ inputs.T + NOISE**2 * np.eye(5))
+    scale = 1.0 / np.sqrt(np.diag(precision))
+    exact = stats.norm.logpdf(y[:5], y[:5] - scale**2 * (precision @ y[:5]), scale)
+    assert_allclose(pointwise(loo), exact, rtol=1e-8)
 
 
 @pytest.mark.once
@@ -206,38 +255,38 @@ def moments(K, n):
     return m, np.sqrt(v + NOISE**2)
 
 
-def two_latents(X, y=None):
+def two_latents(X, y=None, noise=NOISE):
     f = numpyro.sample("f", sgp.GaussianProcess(SquaredExponential(0.8), X, jitter=JITTER))
     g = numpyro.sample("g", sgp.GaussianProcess(SquaredExponential(1.5), X, jitter=JITTER))
     with numpyro.plate("data", X.shape[0]):
-        numpyro.sample("y", dist.Normal(f + g, NOISE), obs=y)
+        numpyro.sample("y", dist.Normal(f + g, noise), obs=y)
 
 
-def three_latents(X, y=None):
+def three_latents(X, y=None, noise=NOISE):
     with numpyro.plate("latent", 3, dim=-1):
         f = numpyro.sample("f", sgp.GaussianProcess(SquaredExponential(0.8), X, jitter=JITTER))
     with numpyro.plate("data", X.shape[0]):
-        numpyro.sample("y", dist.Normal(f.sum(0), NOISE), obs=y)
+        numpyro.sample("y", dist.Normal(f.sum(0), noise), obs=y)
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(
-    ("model", "tolerance"), [(two_latents, 1e-6), (three_latents, 0.1)], ids=["product grid", "draws"]
-)
-def test_each_latent_of_a_datum_has_its_own_cavity(model, tolerance):
+@pytest.mark.parametrize("noise", [NOISE, 0.05])
+@pytest.mark.parametrize("model", [two_latents, three_latents], ids=["product grid", "draws"])
+def test_each_latent_of_a_datum_has_its_own_cavity(model, noise):
+    model = partial(model, noise=noise)
     svi, result = fitted(model, sgp.AutoTSVGP(model, Z), X, y, steps=30, step_size=0.5)
-    loo = loo_cavity(jax.random.key(1), svi, result, X, y, num_samples=2, num_draws=4000)
+    loo = loo_cavity(jax.random.key(1), svi, result, X, y, num_samples=2)
     means, variances = [], []
     for q in svi.guide.posterior(jax.random.key(0), result.params, X).values():
         m = np.reshape(q.mean, (-1, N))
         s = np.broadcast_to(np.sum(np.square(q.moments.posterior_root), axis=-2), q.mean.shape).reshape(-1, N)
-        cavity = 1.0 / (1.0 / s - 1.0 / NOISE**2)
+        cavity = 1.0 / (1.0 / s - 1.0 / noise**2)
         means.append((m, cavity))
         variances.append(1.0 - np.sum(np.square(q.moments.prior_root), axis=-2) + cavity)
-    gradient = (y - sum(m.sum(0) for m, _ in means)) / NOISE**2  # of the log density, the same for all latents
+    gradient = (y - sum(m.sum(0) for m, _ in means)) / noise**2  # of the log density, the same for all latents
     mean = sum((m - cavity * gradient).sum(0) for m, cavity in means)
-    variance = NOISE**2 + sum(v.sum(0) for v in variances)
-    assert_allclose(pointwise(loo), stats.norm.logpdf(y, mean, np.sqrt(variance)), atol=tolerance)
+    variance = noise**2 + sum(v.sum(0) for v in variances)
+    assert_allclose(pointwise(loo), stats.norm.logpdf(y, mean, np.sqrt(variance)), atol=1e-6)
 
 
 @pytest.mark.once
@@ -260,6 +309,45 @@ def test_outputs_with_a_latent_each_are_left_out_one_by_one_and_masked_ones_are_
         separate.append(pointwise(loo_cavity(jax.random.key(1), *alone, X, outcomes, keep=kept, num_samples=2)))
     assert [len(part) for part in separate] == [N, N - 3]
     assert_allclose(together, np.concatenate(separate), atol=1e-8)
+
+
+OTHER_BASES = {
+    **{
+        kind: lambda model, kind=kind: sgp.AutoDecoupledGP(model, X[::2], Z, parametrization=kind)
+        for kind in ("orthogonal", "hybrid", "full", "solve")
+    },
+    "weights": lambda model: sgp.AutoQSGP(OnBasis(model, Z), basis_batch=M, inducing=Z),
+    "chevron": lambda model: sgp.AutoQSGP(OnBasis(model, Z), basis_batch=M, covariance="chevron", relevance=True),
+}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", OTHER_BASES)
+def test_posteriors_whose_mean_has_a_basis_of_its_own_are_refused(name):
+    svi = SVI(normal, OTHER_BASES[name](normal), optax.sgd(0.0), sgp.QuadratureELBO())
+    params = svi.get_params(svi.init(jax.random.key(0), X, y))
+    with pytest.raises(ValueError, match=r"share a basis, in one Gaussian\. Use `az\.loo`"):
+        loo_cavity(jax.random.key(1), svi, params, X, y, num_samples=2)
+
+
+@pytest.mark.once
+def test_a_decoupled_posterior_without_a_mean_basis_is_that_of_its_one_basis():
+    guide = sgp.AutoDecoupledGP(normal, None, Z, natural=True)
+    loo = loo_cavity(jax.random.key(1), *fitted(normal, guide, X, y), X, y, num_samples=2)
+    moments = [left_out("natural", n) for n in range(N)]
+    exact = [stats.norm.logpdf(y[n], m, np.sqrt(v + NOISE**2)) for n, (m, v) in enumerate(moments)]
+    assert_allclose(pointwise(loo), exact, atol=2e-5)
+
+
+@pytest.mark.once
+def test_few_draws_are_enough_only_where_the_hyperparameters_are_fixed():
+    svi, result = fitted(hierarchical, sgp.AutoTSVGP(hierarchical, None), X, counts, steps=5)
+    for fn in (loo_cavity, psis_khat):
+        with pytest.raises(ValueError, match="`num_samples` must be an integer of at least 30, got 29"):
+            fn(jax.random.key(1), svi, result, X, counts, num_samples=29)
+    assert np.isfinite(psis_khat(jax.random.key(1), svi, result, X, counts, num_samples=30))
+    loo = loo_cavity(jax.random.key(1), svi, result, X, counts, num_samples=30)
+    assert np.all(np.isfinite(loo["pareto_k"]))
 
 
 @pytest.mark.filterwarnings("ignore")  # ArviZ's own
@@ -541,6 +629,19 @@ def replicated(X, y=None):
 
 
 scaled = handlers.scale(normal, scale=0.5)
+# Datum n depends on another row; on all rows; and on the latents of other outputs at its own row.
+swapped = model_of(lambda f: dist.Normal(f[..., np.r_[: N - 2, N - 1, N - 2]], NOISE))
+centred = model_of(lambda f: dist.Normal(f - f.mean(), NOISE))
+
+
+def mixed(X, y=None):
+    with numpyro.plate("output", 2):
+        f = numpyro.sample("f", sgp.GaussianProcess(SquaredExponential(0.8), X))
+    with numpyro.plate("output", 2, dim=-2), numpyro.plate("data", X.shape[0], dim=-1):
+        numpyro.sample("y", dist.Normal(jnp.array([[1.0, 0.5], [0.0, 1.0]]) @ f, NOISE), obs=y)
+
+
+twice = np.stack([y, y])
 
 
 @pytest.mark.once
@@ -551,18 +652,23 @@ scaled = handlers.scale(normal, scale=0.5)
         (loo_cavity, scaled, (X, y), {}, "'y' is scaled"),
         (psis_khat, normal, (X, y), {"batch_size": 0}, "`batch_size` must be a positive integer"),
         (loo_cavity, deep, (X, y), {}, "GP on top of a GP"),
-        (loo_cavity, replicated, (X, np.stack([y, y])), {}, r"shape \(2, 14\)"),
+        (loo_cavity, replicated, (X, twice), {}, r"shape \(2, 14\)"),
+        (loo_cavity, swapped, (X, y), {}, "some data depend on other rows"),
+        (loo_cavity, centred, (X, y), {}, "some data depend on other rows"),
+        (loo_cavity, mixed, (X, twice), {}, "some data depend on other rows"),
+        (loo_cavity, normal, (X, y), {"num_samples": 1}, "at least 2"),
+        (loo_cavity, three_latents, (X, y), {"num_draws": 4}, "`num_draws` must be at least 6"),
         (loo_cavity, normal, (X, y), {"var_name": "z"}, r"one of the observed sites \['y'\]"),
         (loo_cavity, normal, (X,), {}, r"one of the observed sites \[\]"),
         (psis_khat, deep, (X, y), {}, "no closed form"),
         (psis_khat, normal, (X[:4], y[:4]), {"num_data": N}, r"4 of 14 rows|take \[\(14, 4\)\]"),
-        (psis_khat, normal, (X, y), {"num_samples": 1}, "at least 2"),
+        (psis_khat, normal, (X, y), {"num_samples": 1}, "at least 30"),
     ],
 )
 def test_a_mistake_raises_and_the_message_says_what_to_do(fn, model, args, options, message):
     guide = sgp.AutoTSVGP(model, {"f": Z, "g": Z} if model is deep else Z)
     svi = SVI(model, guide, sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
-    full = (X, np.stack([y, y])) if model is replicated else (X, y)
+    full = (X, twice) if model in (replicated, mixed) else (X, y)
     params = svi.get_params(svi.init(jax.random.key(0), *full))
     with pytest.raises(ValueError, match=message):
         fn(jax.random.key(0), svi, params, *args, **options)

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.testing import assert_allclose, assert_array_equal
 import numpyro
 from numpyro import handlers
+from numpyro.contrib.control_flow import scan
 import numpyro.distributions as dist
 from numpyro.infer import SVI, Predictive
 from numpyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNormal
@@ -94,6 +95,23 @@ def test_independent_latents_under_a_plate_give_the_sum_of_single_latent_bounds(
     alone = GUIDES[name](gaussian, Z)
     parts = [loss_at(per_latent(params, c), gaussian, alone, X, Y[c]) for c in range(C)]
     assert_allclose(loss_at(params, together, guide, X, Y), sum(parts), rtol=1e-10)
+
+
+@pytest.mark.once
+def test_as_many_classes_as_rows_are_classes():
+    square = np.outer(np.linspace(0.5, 1.5, N), y)
+
+    def together(X, Y):
+        with numpyro.plate("class", N):
+            f = gp("f", X)
+        with numpyro.plate("class", N, dim=-2), numpyro.plate("data", N, dim=-1):
+            numpyro.sample("y", dist.Normal(f, NOISE), obs=Y)
+
+    guide, alone = GUIDES["tied"](together, Z), GUIDES["tied"](gaussian, Z)
+    start = initial_parameters(gaussian, alone, X, y)
+    expected = sum(loss_at(start, gaussian, alone, X, outcomes) for outcomes in square)
+    params = initial_parameters(together, guide, X, square)
+    assert_allclose(loss_at(params, together, guide, X, square), expected, rtol=1e-10)
 
 
 @pytest.mark.once
@@ -748,11 +766,81 @@ def test_scoping_the_model_only_renames(name):
     guide = GUIDES[name](scoped, {"inner/f": Z}, base=AutoDelta)
     params = arbitrary_parameters(scoped, guide, X, y)
     plain = GUIDES[name](with_other_latents, {"f": Z}, base=AutoDelta)
-    renamed = {site.replace("inner/", ""): value for site, value in params.items()}
+    renamed = {site.removeprefix("inner/"): value for site, value in params.items()}
     start = initial_parameters(with_other_latents, plain, X, y)
     assert set(renamed) == set(start)
     renamed["auto_latents"] = start["auto_latents"]  # holds the sites' names
     assert_allclose(loss_at(params, scoped, guide, X, y), loss_at(renamed, with_other_latents, plain, X, y), rtol=1e-12)
+
+
+@pytest.mark.once
+@two_guides
+def test_two_scopes_one_of_them_nested_have_functions_at_their_own_parameters(name):
+    def model(X, y=None):
+        with handlers.scope(prefix="one"):
+            gaussian(X, y)
+        with handlers.scope(prefix="two"), handlers.scope(prefix="inner"):
+            gaussian(X, y)
+
+    guide = GUIDES[name](model, {"one/f": Z, "two/inner/f": Z[::2]})
+    params = arbitrary_parameters(model, guide, X, y)
+    process = sgp.process_posterior(guide, jax.random.key(0), params, X)
+    for site, q in posterior_at(params, guide, X, y).items():
+        assert f"{site}_auto_inducing" in params
+        assert_allclose(process[site].posterior(X).mean, q.mean, rtol=1e-10)
+    functions = guide.sample_functions(jax.random.key(0), params, X, num_samples=2)
+    assert functions["two/inner/f"](X[:BATCH]).shape == (2, BATCH)
+
+
+# Control flow.
+
+
+def state_space(X, y=None):
+    f = gp("f", X)
+
+    def step(h, at):
+        f_t, y_t = at
+        h = numpyro.sample("h", dist.Normal(0.5 * h, 0.3))
+        numpyro.sample("y", dist.Normal(h + f_t, NOISE), obs=y_t)
+        return h, None
+
+    scan(step, 0.0, (f, y))
+
+
+# NumPyro asks all that a handler gives a model for its shape before each `scan`, parameters that are pytrees too.
+given_parameters = pytest.mark.filterwarnings("ignore:shape requires ndarray:DeprecationWarning")
+
+
+@pytest.mark.once
+@given_parameters
+@two_guides
+def test_latents_of_a_scan_beside_a_gp_have_their_density_given_the_one_before(name):
+    def given(X, y, h):
+        f = gp("f", X)
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Normal(f + h, NOISE), obs=y)
+
+    guide = GUIDES[name](state_space, Z, base=AutoDelta)
+    params = arbitrary_parameters(state_space, guide, X, y)
+    h = np.random.default_rng(3).normal(size=N)
+    params["h_auto_loc"] = jnp.asarray(h)
+    log_prior = np.sum(stats.norm.logpdf(h, np.append(0.0, 0.5 * h[:-1]), 0.3))
+    expected = loss_at(params, given, GUIDES[name](given, Z), X, y, h) - log_prior
+    assert_allclose(loss_at(params, state_space, guide, X, y), expected, rtol=1e-10)
+    afresh = GUIDES[name](state_space, Z, base=AutoDelta)
+    predicted = Predictive(state_space, guide=afresh, params=params, num_samples=2)(jax.random.key(1), X)
+    assert predicted["y"].shape == (2, N)
+    assert_array_equal(guide.sample_posterior(jax.random.key(0), params, X, y)["h"], h)
+
+
+@pytest.mark.once
+@given_parameters
+def test_a_scan_goes_on_after_its_data_from_the_prior():
+    guide = GUIDES["tied"](state_space, Z, base=AutoDelta)
+    params = initial_parameters(state_space, guide, X, y)
+    later = guide.sample_posterior(jax.random.key(0), params, np.concatenate([X, X[:BATCH]]))
+    assert later["h"].shape == (N + BATCH,)
+    assert_array_equal(later["h"][:N], params["h_auto_loc"])
 
 
 # A GP on top of a GP.

@@ -166,3 +166,95 @@ def test_refused_steps_do_not_put_off_the_refresh_of_a_control_variate():
     bad = np.full_like(Y, np.nan)
     assert refreshed([Y] * 6) == [False, False, True, False, False, True]
     assert refreshed([Y, bad, Y, Y, bad, Y, Y, Y]) == [False, False, False, True, False, False, False, True]
+
+
+def with_outliers(X, y=None):
+    lengthscale = numpyro.param("lengthscale", 1.0, constraint=dist.constraints.positive)
+    f = numpyro.sample("f", sgp.GaussianProcess(kernels.SquaredExponential(lengthscale), X))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.StudentT(3.0, f, 0.1), obs=y)
+
+
+def by_random_features(X, y=None):
+    lengthscale = numpyro.param("lengthscale", 1.0, constraint=dist.constraints.positive)
+    kernel = features.RandomFourier(kernels.SquaredExponential(lengthscale), 20, jax.random.key(1))
+    f = numpyro.sample("f", sgp.GaussianProcess(kernel, X))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+
+SCALED = {
+    "tied": (
+        with_outliers,
+        lambda m, X: sgp.AutoTSVGP(m, X[::3], learn_inducing=True),
+        partial(sgp.NaturalGradient, 0.6),
+    ),
+    "covariance": (
+        with_outliers,
+        lambda m, X: sgp.AutoTSVGP(m, X[::3], tie="covariance"),
+        partial(sgp.NaturalGradient, 0.6),
+    ),
+    "per datum": (
+        with_outliers,
+        lambda m, X: sgp.AutoTSVGP(m, X[::3], sites="per_datum"),
+        partial(sgp.NaturalGradient, 0.6),
+    ),
+    "dense": (with_outliers, lambda m, X: sgp.AutoTSVGP(m, None), partial(sgp.NaturalGradient, 0.6)),
+    "natural": (with_outliers, lambda m, X: sgp.AutoSVGP(m, X[::3], natural=True), partial(sgp.NaturalGradient, 0.6)),
+    "weights": (by_random_features, lambda m, X: sgp.AutoWeightSpaceGP(m), partial(sgp.NaturalGradient, 0.6)),
+    "coefficients": (model, lambda m, X: sgp.AutoDecoupledGP(m, X, X[::3]), partial(sgp.DualAscent, 0.1)),
+    "table": (
+        by_random_features,
+        lambda m, X: sgp.AutoQSGP(m, basis_batch=8, inducing=X[::3], control=X[:4]),
+        partial(sgp.RowSparse, 0.1, refresh=2),
+    ),
+}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("kind", SCALED)
+def test_steps_are_those_of_the_loss_without_its_scale(kind):
+    own, make, optimizer = SCALED[kind]
+    X64 = X.astype(float)
+    y = np.where(np.arange(len(Y)) == 5, 4.0, Y).astype(float)
+    ends = {}
+    for scale in (1.0, 0.3):
+        scaled = own if scale == 1.0 else numpyro.handlers.scale(own, scale=scale)
+        optim = optimizer(others=optax.sgd(1e-3 / scale))
+        svi = SVI(scaled, make(scaled, X64), optim, sgp.QuadratureELBO())
+        update, state = jax.jit(svi.update), svi.init(jax.random.key(0), X64, y)
+        for _ in range(7):
+            state, loss = update(state, X64, y)
+        assert sgp.num_refused(state) == 0
+        ends[scale] = svi.get_params(state), loss / scale
+    jax.tree.map(partial(assert_allclose, rtol=1e-6, atol=1e-8), ends[0.3], ends[1.0])
+
+
+@pytest.mark.usefixtures("x64")
+def test_sites_of_a_latent_that_is_masked_stay_and_those_of_others_move_with_the_inducing_inputs():
+    inputs, outcomes = X.astype(float), np.stack([Y, -Y]).astype(float)
+
+    def one(X, y=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(kernels.SquaredExponential(1.0), X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    def two(X, y=None):
+        with numpyro.plate("latent", 2), numpyro.handlers.mask(mask=np.array([False, True])):
+            f = numpyro.sample("f", sgp.GaussianProcess(kernels.SquaredExponential(1.0), X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f[1], 0.3), obs=y)
+
+    ends = []
+    for own in (one, two):
+        guide = sgp.AutoTSVGP(own, inputs[::3], learn_inducing=True)
+        svi = SVI(own, guide, sgp.NaturalGradient(0.5, optax.sgd(1e-3)), sgp.QuadratureELBO())
+        update, state = jax.jit(svi.update), svi.init(jax.random.key(0), inputs, outcomes[1])
+        for _ in range(5):
+            state, _ = update(state, inputs, outcomes[1])
+        ends.append(svi.get_params(state)["f_auto_sites"])
+    assert np.any(ends[0].lambda1 != 0.0)
+    assert_allclose(ends[1].lambda1[1], ends[0].lambda1, rtol=1e-9)
+    assert_allclose(ends[1].Lambda2[1], ends[0].Lambda2, rtol=1e-9, atol=1e-12)
+    assert_allclose(ends[1].anchor.Z, ends[0].anchor.Z, rtol=1e-12)
+    assert np.all(ends[1].lambda1[0] == 0.0)

@@ -222,6 +222,29 @@ def test_median_and_quantiles_are_the_closed_form(name):
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("base", [AutoNormal, AutoMultivariateNormal])
+def test_medians_of_what_depends_on_the_gp_are_not_given_as_if_it_were_zero(base):
+    def with_rate(X, y=None):
+        noise = numpyro.sample("noise", dist.LogNormal(0.0, 0.5))
+        weights = numpyro.sample("weights", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.Matern52(1.0), X))
+        rate = numpyro.deterministic("rate", jnp.exp(1.5 + f))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(rate + weights[0], noise), obs=y)
+
+    guide = sgp.AutoTSVGP(with_rate, Z, base=base)
+    params = arbitrary_parameters(with_rate, guide, X, y)
+    for fitted in (guide, sgp.AutoTSVGP(with_rate, Z, base=base)):
+        assert set(fitted.median(params, X_new)) == {"noise", "weights", "f"}
+        single, levels = fitted.quantiles(params, 0.9, X_new), fitted.quantiles(params, [0.5, 0.9], X_new)
+        shapes = {name: value.shape for name, value in single.items()}
+        assert shapes == {"noise": (), "weights": (2,), "f": (len(X_new),)}
+        for name, value in levels.items():
+            assert_allclose(value[1], single[name], rtol=1e-10)
+    assert set(guide.median(params)) == set(guide.quantiles(params, [0.5])) == {"noise", "weights"}
+
+
+@pytest.mark.once
 def test_median_and_quantiles_without_other_latents_are_those_of_the_gp():
     guide = GUIDES["tied"](plain, Z)
     params = arbitrary_parameters(plain, guide, X, y)

@@ -6,10 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.testing import assert_allclose
 import numpyro
+from numpyro import handlers
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
 from numpyro.infer import MCMC, NUTS, SVI, Predictive, init_to_value
 from numpyro.infer.autoguide import AutoDelta
+from numpyro.infer.util import log_density
 from numpyro.optim import Minimize
 import optax
 import oracles
@@ -50,6 +52,49 @@ def test_the_log_density_is_the_dense_bound(bound, mean, noise_scale):
     residual = Y - (mean(X) if callable(mean) else mean)
     expected = EVIDENCE[bound](prior.Kuu, prior.Kuf, prior.kff, residual, noise_scale)
     assert_allclose(site(noise_scale, bound, mean).log_prob(Y), expected, rtol=1e-12)
+
+
+def inside_a_plate_of_the_rows(y):
+    with numpyro.plate("data", N):
+        numpyro.sample("y", site(), obs=y)
+
+
+def inside_a_subsampled_plate(y):
+    with numpyro.plate("data", 10 * N, subsample_size=N):
+        numpyro.sample("y", site(), obs=y)
+
+
+def under_a_mask_of_rows(y):
+    with handlers.mask(mask=np.arange(N) > 2):
+        numpyro.sample("y", site(), obs=y)
+
+
+def masked_inside_a_plate(y):
+    with numpyro.plate("data", N), handlers.mask(mask=np.arange(N) > 2):
+        numpyro.sample("y", site(), obs=y)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "model", [inside_a_plate_of_the_rows, inside_a_subsampled_plate, under_a_mask_of_rows, masked_inside_a_plate]
+)
+def test_a_density_that_would_count_all_rows_once_for_each_of_them_raises(model):
+    with pytest.raises(ValueError, match=r"size 7 around it .* 7 times\. .* outside the plate .* drop the rows"):
+        log_density(handlers.seed(model, 0), (Y,), {}, {})
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("tasks", [N, 2], ids=["as many as rows", "two"])
+@pytest.mark.usefixtures("x64")
+def test_as_many_tasks_as_rows_are_tasks(tasks):
+    outcomes, keep = np.outer(np.linspace(0.5, 1.5, tasks), Y), np.arange(tasks) > 0
+
+    def model(outcomes):
+        with numpyro.plate("task", tasks), handlers.mask(mask=keep):
+            numpyro.sample("y", site(), obs=outcomes)
+
+    expected = sum(site().log_prob(y) for y in outcomes[keep])
+    assert_allclose(log_density(model, (outcomes,), {}, {})[0], expected, rtol=1e-10)
 
 
 @pytest.mark.once
@@ -363,3 +408,27 @@ def test_a_start_at_other_rows_is_refused_or_not_a_number_under_jit():
     state = jax.jit(svi.init)(jax.random.key(0), jnp.asarray(X), Y)
     assert np.all(np.isfinite(svi.get_params(state)["f_auto_sites"].lambda1))
     assert M < N
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("x64")
+def test_sites_for_each_row_start_at_these_rows_only():
+    model = Model()
+    guide = sgp.AutoTSVGP(model, Z, sites="per_datum", init_from=site().condition(Y))
+    svi = SVI(model, guide, optimizer("per_datum"), sgp.QuadratureELBO())
+    with pytest.raises(ValueError, match="`init_from` was conditioned at other rows of X"):
+        svi.init(jax.random.key(0), X + 0.1, Y)
+    state = jax.jit(svi.init)(jax.random.key(0), jnp.asarray(X + 0.1), Y)
+    assert np.all(np.isnan(svi.get_params(state)["f_auto_sites"].lambda1))
+    state = jax.jit(svi.init)(jax.random.key(0), jnp.asarray(X), Y)
+    assert np.all(np.isfinite(svi.get_params(state)["f_auto_sites"].lambda1))
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("x64")
+def test_what_a_posterior_cannot_start_is_refused():
+    posterior = site().condition(Y)
+    with pytest.raises(ValueError, match=r"`form` must be one of .*'natural'.*, got 'typo'"):
+        posterior.start("typo", posterior.inducing, X)
+    with pytest.raises(ValueError, match=r"`form='natural'` is one of inducing variables"):
+        posterior.start("natural", None, X)

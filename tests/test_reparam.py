@@ -115,6 +115,17 @@ def test_a_plate_makes_one_latent_for_each_class(conditional):
         assert_allclose(together[index], alone - MEAN, rtol=1e-4, atol=1e-5)  # float32, different batching
 
 
+@pytest.mark.once
+def test_a_plate_of_as_many_entries_as_rows_warns():
+    def model(X, y=None):
+        with numpyro.plate("data", X.shape[0]):
+            f = numpyro.sample("f", sgp.GaussianProcess(kernel(), X))
+            numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    with pytest.warns(UserWarning, match="makes 7 latents of the GP site 'f', which has 7 rows.* before it"):
+        trace(seed(rewritten(model=model), jax.random.key(0))).get_trace(X)
+
+
 COUNTS_AT, COUNTS = np.linspace(-2.0, 2.0, 11)[:, None], np.array([1, 0, 2, 1, 3, 5, 8, 6, 3, 1, 2])
 
 

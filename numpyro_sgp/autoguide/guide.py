@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax import Array
 from jax.core import Tracer
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
 import numpyro
@@ -297,8 +298,8 @@ class AbstractAutoSparseGP(AutoGuide):
                 f"`{method}` needs a base guide that has one, got a {type(self.base).__name__}. Use `sample_posterior`."
             )
             raise TypeError(msg)
-        latents = params.get(f"{self.prefix}_latents")
-        if latents is not None and not latents.names:
+        known = params.get(f"{self.prefix}_latents")
+        if known is not None and not known.names:
             return {}
         if self.base.prototype_trace is None:
             # A guide made afresh: one run tells the base guide the shapes of its sites.
@@ -308,13 +309,24 @@ class AbstractAutoSparseGP(AutoGuide):
                 error.add_note(f"A guide that has not been run yet needs the model's arguments in `{method}` too.")
                 raise
         try:
-            return getattr(self.base, method)(params, *extra)
+            values = getattr(self.base, method)(params, *extra)
         except NotImplementedError as error:
             msg = f"A base guide of type {type(self.base).__name__} has no `{method}`. Use `sample_posterior`."
             raise NotImplementedError(msg) from error
+        # The base guide sees GP sites that are zero, and so do deterministic sites there.
+        sites = self.base.prototype_trace
+        assert sites is not None
+        latents = {name: value for name, value in values.items() if sites[name]["type"] == "sample"}
+        if not extra:
+            return latents
+        # Some base guides have a leading axis for a single probability, others have none.
+        own = {name: value.shape[value.ndim - np.ndim(sites[name]["value"]) :] for name, value in latents.items()}
+        return {name: jnp.reshape(value, np.shape(extra[0]) + own[name]) for name, value in latents.items()}
 
     def median(self, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Posterior medians of the other latents, and of the GP sites where the model's arguments are given.
+
+        Deterministic sites are left out: those of draws (`sample_posterior`) have medians of their own.
 
         Args:
             params: fitted parameters.
@@ -329,6 +341,8 @@ class AbstractAutoSparseGP(AutoGuide):
 
     def quantiles(self, params: Mapping[str, Any], quantiles: ArrayLike, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Posterior quantiles of the other latents, and of the GP sites where the model's arguments are given.
+
+        Deterministic sites are left out: those of draws (`sample_posterior`) have quantiles of their own.
 
         Args:
             params: fitted parameters.

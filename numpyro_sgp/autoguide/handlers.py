@@ -31,6 +31,20 @@ def _needs_value(msg: dict) -> bool:
     return _is_latent(msg) and not msg["infer"].get("is_auxiliary")
 
 
+def _is_collected(msg: dict) -> bool:
+    """Whether it is a site inside `scan` or `cond`, after all of its values have been drawn."""
+    return msg["type"] == "sample" and msg.get("_control_flow_done", False)
+
+
+def _check_control_flow(msg: dict) -> None:
+    if _is_collected(msg) and isinstance(unwrap(msg["fn"]), GaussianProcess):
+        message = (
+            f"The GP site {msg['name']!r} lies inside `scan` or `cond`, where a guide cannot put a posterior in its "
+            "place. Sample it before, at the inputs of all steps, and pass its values in: `scan(step, init, (f, y))`."
+        )
+        raise ValueError(message)
+
+
 class ModelForBase:
     """The model with its GP values set to zero and hidden: what the base guide sees, without any N × N work."""
 
@@ -51,6 +65,7 @@ class _ZeroGaussianProcesses(Messenger):
     def process_message(self, msg: dict) -> None:
         if msg["type"] == "plate":
             _check_plate(msg)
+        _check_control_flow(msg)
         if not _is_latent(msg):
             return
         gp = unwrap(msg["fn"])
@@ -134,6 +149,8 @@ class SwapGaussianProcesses(Messenger):
         self.exposed: set[str] = set()
         self.gp_sites: dict[str, SparsePosterior] = {}
         self.plate_sizes: dict[str, int] = {}
+        self.control_flow = ""  # name of the last primitive
+        self.of_rows: dict[str, str] = {}  # plates with as many entries as a GP site inside them has rows
         super().__init__()
 
     def hides(self, msg: dict) -> bool:
@@ -142,6 +159,12 @@ class SwapGaussianProcesses(Messenger):
     def process_message(self, msg: dict) -> None:
         if msg["type"] == "plate":
             self._process_plate(msg)
+        elif msg["type"] == "control_flow":
+            self._process_control_flow(msg)
+        elif msg["type"] == "sample" and msg["is_observed"]:
+            self._check_outcomes(msg)
+        elif _is_collected(msg):
+            self._process_collected(msg)
         elif _is_latent(msg):
             if isinstance(unwrap(msg["fn"]), GaussianProcess):
                 self._process_gaussian_process(msg)
@@ -151,12 +174,62 @@ class SwapGaussianProcesses(Messenger):
                 msg.update(fn=site["fn"], value=site["value"], intermediates=site["intermediates"])
                 self.exposed.add(msg["name"])
             elif not self.predicting and _needs_value(msg):
-                sampled = sorted(name for name, site in self.base_trace.items() if site["type"] == "sample")
-                message = (
-                    f"The base guide leaves the latent site {msg['name']!r} without a value; it samples {sampled}. "
-                    "Sample it in your guide, or leave `base` at `AutoNormal`, which covers every latent."
-                )
-                raise ValueError(message)
+                self._raise_without_value(msg)
+
+    def _raise_without_value(self, msg: dict) -> None:
+        sampled = sorted(name for name, site in self.base_trace.items() if site["type"] == "sample")
+        message = (
+            f"The base guide leaves the latent site {msg['name']!r} without a value; it samples {sampled}. "
+            "Sample it in your guide, or leave `base` at `AutoNormal`, which covers every latent."
+        )
+        raise ValueError(message)
+
+    def _process_control_flow(self, msg: dict) -> None:
+        """Gives the base guide's values to the sites inside, whose messages come here when the primitive is done."""
+        self.control_flow = msg["fn"].__name__.removesuffix("_wrapper")
+        length = None
+        if self.control_flow == "scan":
+            _, _, xs, length, _ = msg["args"]
+            length = jnp.shape(jax.tree.leaves(xs)[0])[0] if length is None else length
+
+        def given(site: dict) -> Any:
+            if site["is_observed"] or site["name"] not in self.base_trace:
+                return None
+            value = self.base_trace[site["name"]]["value"]
+            if length is not None:
+                self._check_steps(site["name"], jnp.shape(value)[0], length)
+            return value
+
+        msg["kwargs"]["substitute_stack"].append(("substitute", given))
+
+    def _check_steps(self, name: str, count: int, length: int) -> None:
+        # A prediction may go on: NumPyro draws the steps after the last value from the prior.
+        if count == length or (self.predicting and count < length):
+            return
+        message = (
+            f"The latent site {name!r} inside `scan` has values for {count} steps, and the model now scans {length}. "
+            "The steps are one sequence, which has no minibatches: give the model all of them, and more to go on."
+        )
+        raise ValueError(message)
+
+    def _process_collected(self, msg: dict) -> None:
+        _check_control_flow(msg)
+        name, site = msg["name"], self.base_trace.get(msg["name"])
+        if site is None:
+            if not self.predicting and not msg["infer"].get("is_auxiliary"):
+                self._raise_without_value(msg)
+            return
+        if self.control_flow == "cond":
+            # NumPyro's `replay`, by which every loss gives the model the guide's values, stops before the branches.
+            message = (
+                f"The latent site {name!r} lies inside `cond` beside a GP site. A loss replays the guide's values in "
+                "the model, and inside `cond` NumPyro draws others. Sample it before `cond`, or one site for each "
+                "branch, and take `jnp.where(pred, ...)` of them."
+            )
+            raise ValueError(message)
+        if jnp.shape(msg["value"]) == jnp.shape(site["value"]):
+            msg.update(fn=site["fn"], value=site["value"], intermediates=site["intermediates"])
+        self.exposed.add(name)
 
     def _check_rows(self, msg: dict, value: Any) -> None:
         """A summary of the base guide is of all rows of a plate; the model may look at some of them."""
@@ -176,6 +249,25 @@ class SwapGaussianProcesses(Messenger):
         if msg["name"] in self.base_trace:
             msg["value"] = self.base_trace[msg["name"]]["value"]
 
+    def _check_outcomes(self, msg: dict) -> None:
+        """One outcome for each entry of a plate against a table of all entries and all rows: the plate is of the rows.
+
+        As many latents as rows have a plate of their own and leave none of these axes without one.
+        """
+        stack, fn = msg["cond_indep_stack"], msg["fn"]
+        plates = [frame for frame in stack if frame.name in self.of_rows]
+        depth = max((-frame.dim for frame in stack), default=0)
+        for frame in plates:
+            if frame.size not in fn.batch_shape[:-depth] or jnp.ndim(msg["value"]) - fn.event_dim > depth:
+                continue
+            message = (
+                f"GP site {self.of_rows[frame.name]!r} lies inside plate {frame.name!r} of its {frame.size} rows. It "
+                f"is {frame.size} latents there, and the outcomes of {msg['name']!r} count for each. A GP is one "
+                "random function, not one for each row: sample it before the plate. For as many latents as rows give "
+                "these a plate of their own."
+            )
+            raise ValueError(message)
+
     def _process_gaussian_process(self, msg: dict) -> None:
         name = msg["name"]
         for frame in msg["cond_indep_stack"]:
@@ -188,6 +280,9 @@ class SwapGaussianProcesses(Messenger):
                     "`numpyro.subsample(f, event_dim=0)` inside."
                 )
                 raise ValueError(message)
+
+            if size == msg["fn"].event_shape[-1] > 1:
+                self.of_rows[frame.name] = name
 
         def replace(prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
             self.gp_sites[name] = self.posterior(name, prior, batch_shape)

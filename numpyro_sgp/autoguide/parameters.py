@@ -1,11 +1,14 @@
 """How a family declares parameters and mutable state of its site."""
 
+from collections.abc import Iterator
+import contextlib
 from typing import Any, cast
 
 from jax import Array
 import numpyro
-from numpyro.primitives import mutable
+from numpyro.primitives import _PYRO_STACK, mutable
 
+from numpyro_sgp.autoguide.handlers import SwapGaussianProcesses
 from numpyro_sgp.conditionals import Moments
 from numpyro_sgp.distributions import GaussianProcess
 from numpyro_sgp.inducing import Growing, ask
@@ -27,6 +30,22 @@ def parameter(name: str, init: Any, predicting: bool) -> Any:
     return numpyro.param(name, missing if predicting else init)
 
 
+@contextlib.contextmanager
+def _past_the_model() -> Iterator[None]:
+    """Messages meet the handlers around the model only.
+
+    Those within it have done to the site's name what they do: a scope would prefix a parameter named after it again.
+    """
+    swaps = [number for number, handler in enumerate(_PYRO_STACK) if isinstance(handler, SwapGaussianProcesses)]
+    end = swaps[-1] + 1 if swaps else len(_PYRO_STACK)
+    inner = _PYRO_STACK[end:]
+    del _PYRO_STACK[end:]
+    try:
+        yield
+    finally:
+        _PYRO_STACK.extend(inner)
+
+
 class SiteParameters:
     """What a family declares the parameters of one site with, and its mutable state.
 
@@ -45,7 +64,8 @@ class SiteParameters:
             self.initial.add(symbol)
             return init(rng_key) if callable(init) else init
 
-        value = parameter(f"{self.site}_{self.prefix}_{symbol}", start, self.predicting)
+        with _past_the_model():
+            value = parameter(f"{self.site}_{self.prefix}_{symbol}", start, self.predicting)
         if not isinstance(value, Growing):
             return value
         self.growing.append(value)
@@ -54,7 +74,8 @@ class SiteParameters:
     def state(self, symbol: str, init: dict[str, Array]) -> dict[str, Array]:
         """Mutable state; a prediction must be given it, as it must be given parameters."""
         name = f"{self.site}_{self.prefix}_{symbol}"
-        value: Any = mutable(name, cast(Any, None if self.predicting else init))
+        with _past_the_model():
+            value: Any = mutable(name, cast(Any, None if self.predicting else init))
         if value is None:
             msg = (
                 f"The state {name!r} has no value to predict with. Pass it with the fitted parameters: "

@@ -21,6 +21,7 @@ from numpyro_sgp.conditionals.decoupled import (
     solve,
 )
 from numpyro_sgp.conditionals.dual import (
+    dense_weights,
     dual,
     dual_dense,
     dual_per_datum,
@@ -73,6 +74,7 @@ __all__ = [
     "chevron_variance",
     "coefficient_units",
     "control_variate",
+    "dense_weights",
     "dual",
     "dual_dense",
     "dual_per_datum",

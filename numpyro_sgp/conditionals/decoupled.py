@@ -179,6 +179,7 @@ def at_data(
     shared = a[..., index] / count
     mean = q.mean + r + response.gradient[..., index] / unit[..., index]
     kl = q.kl + 0.5 * (a.shape[-1] / index.shape[0]) * _dot(shared, r) + jnp.sum(response.seen[..., index] / count, -1)
+    kl = kl + response.scale
     if t is not None:
         assert response.gradient_projected is not None
         assert response.seen_projected is not None
@@ -375,7 +376,7 @@ def norm_from_rows(a: Array, index: Array, kernel: Callable, gamma: AbstractIndu
         span: the basis to be orthogonal to, or None for aᵀK_γγ a.
 
     References:
-        In place of the sampled columns of Cheng and Boots (2017), appendix B.2.
+        In place of the sampled columns of Cheng and Boots (2017), section 3.4.
     """
     w, some = jax.lax.stop_gradient(a), gamma.take(index)
     r = _sum_over_blocks(lambda block, w: matvec(some.Kuv(kernel, block), w), gamma, w, index.shape[0])

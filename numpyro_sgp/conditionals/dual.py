@@ -35,6 +35,11 @@ from numpyro_sgp.linalg import (
 )
 
 __all__ = [
+    "Whitened",
+    "by_posterior_root",
+    "by_sites",
+    "curvature",
+    "dense_weights",
     "dual",
     "dual_dense",
     "dual_per_datum",
@@ -42,20 +47,24 @@ __all__ = [
     "natural_mean",
     "natural_whitened",
     "projected_at",
+    "whitened_moments",
 ]
 
 
-def _root_of_precision(P: Array) -> Array:
-    """Lower L_P with L_P L_Pᵀ = P ⪰ I, NaN where a pivot is lost in the rounding of the largest entry.
+def _root_of_precision(P: Array) -> tuple[Array, Array]:
+    """Lower L_P with L_P L_Pᵀ = P ⪰ I, and its inverse; NaN where the rounding of the sites' sums swallows the prior.
 
     What the data say is then known so much better than the prior says, that I + Λ̃ no longer holds the prior: in float32
-    from Λ̃ = 1e7 on, with nats gone and nothing to see. A step that leads there has to be refused.
+    from tr Λ̃ = 1e7 on, with nats gone and nothing to see. A step that leads there has to be refused.
     """
     L_P = cholesky(P)
-    smallest = jnp.min(diagonal(L_P) ** 2, axis=-1)
-    largest = jnp.max(diagonal(P), axis=-1)
-    lost = smallest < jnp.finfo(P.dtype).eps * largest
-    return jnp.where(lost[..., None, None], jnp.nan, L_P)
+    # tr P⁻¹ needs the inverse root; with it at hand other solves are products. P ⪰ I is well conditioned.
+    L_P_inverse = triangular_inverse(L_P)
+    rounding = 0.5 * jnp.finfo(P.dtype).eps * jnp.sum(diagonal(P), axis=-1)
+    # The diagonal of P⁻¹; a pivot of P may be twice as large as its least eigenvalue, which is what has to be seen.
+    largest = jnp.max(jnp.sum(L_P_inverse * L_P_inverse, axis=-2), axis=-1)
+    lost = (rounding * largest > 1.0)[..., None, None]
+    return jnp.where(lost, jnp.nan, L_P), jnp.where(lost, jnp.nan, L_P_inverse)
 
 
 def natural_whitened(lambda1: Array, Lambda2: Array, A: Array, kff: Array) -> Moments:
@@ -95,9 +104,7 @@ class Whitened(NamedTuple):
 def whitened_moments(lambda1: Array, Lambda2: Array, A: Array, kff: Array) -> Whitened:
     """The moments from whitened sites λ̃, (..., M), and Λ̃, (..., M, M); the arguments of `natural_whitened`."""
     M = lambda1.shape[-1]
-    L_P = _root_of_precision(jnp.eye(M, dtype=A.dtype) + Lambda2)
-    # tr P⁻¹ needs the inverse root; with it at hand the other solves are products. P ⪰ I is well conditioned.
-    L_P_inverse = triangular_inverse(L_P)
+    L_P, L_P_inverse = _root_of_precision(jnp.eye(M, dtype=A.dtype) + Lambda2)
     T = lower_product(L_P_inverse, A)
     m = matvec_transposed(L_P_inverse, matvec(L_P_inverse, lambda1))
     trace = jnp.sum(L_P_inverse * L_P_inverse, axis=(-2, -1))
@@ -194,7 +201,7 @@ def natural_mean(lambda1: Array, Lambda2: Array) -> Array:
         lambda1: whitened λ̃, (..., M).
         Lambda2: whitened Λ̃, symmetric with I + Λ̃ positive definite, (..., M, M).
     """
-    L_P = _root_of_precision(jnp.eye(lambda1.shape[-1], dtype=lambda1.dtype) + Lambda2)
+    L_P, _ = _root_of_precision(jnp.eye(lambda1.shape[-1], dtype=lambda1.dtype) + Lambda2)
     return solve_lower_transposed(L_P, solve_lower(L_P, lambda1[..., None]))[..., 0]
 
 
@@ -270,11 +277,85 @@ def dual_per_datum(lambda1: Array, Lambda2: Array, A_sites: Array, A: Array, kff
     return natural_whitened(matvec(A_sites, lambda1), Lambda, A, kff)
 
 
+class Dense(NamedTuple):
+    """The dense posterior of sites (λ₁, W), one for each training input, and what its derivatives are made of.
+
+    Attributes:
+        moments: of q(f) where the posterior is wanted.
+        weights: α of the mean kᵀα, (..., N_train).
+        root: W½, (..., N_train).
+        L_B_inverse: of B = I + W½KW½, (..., N_train, N_train).
+    """
+
+    moments: Moments
+    weights: Array
+    root: Array
+    L_B_inverse: Array
+
+
+class DenseWeights(NamedTuple):
+    """The factor of B = I + W½KW½ and the weights α of the mean, of sites (λ₁, W).
+
+    Attributes:
+        L_B: (..., N_train, N_train).
+        L_B_inverse: likewise.
+        weights: α, (..., N_train).
+        root: W½, (..., N_train).
+    """
+
+    L_B: Array
+    L_B_inverse: Array
+    weights: Array
+    root: Array
+
+
+def dense_weights(lambda1: Array, Lambda2: Array, K: Array) -> DenseWeights:
+    """α = e + W½B⁻¹(r − W½Ke), with r = W^−½λ₁ where a site has a precision, and e = λ₁ where it has none.
+
+    It is (I + WK)⁻¹λ₁. As λ₁ − W½B⁻¹W½Kλ₁ it would be the difference of numbers that are larger by the ratio of the
+    prior's variance to that of the noise: with noise of a hundredth of the prior's deviation, float32 would lose it.
+
+    Args:
+        lambda1: (..., N_train).
+        Lambda2: site precisions, non-negative, (..., N_train).
+        K: prior covariance at the training inputs, (..., N_train, N_train).
+    """
+    root = jnp.sqrt(Lambda2)
+    B = jnp.eye(K.shape[-1], dtype=K.dtype) + root[..., :, None] * K * root[..., None, :]
+    L_B, L_B_inverse = _root_of_precision(B)
+    empty = Lambda2 == 0.0
+    alone, scaled = jnp.where(empty, lambda1, 0.0), jnp.where(empty, 0.0, lambda1 / jnp.where(empty, 1.0, root))
+    half = solve_lower(L_B, (scaled - root * matvec(K, alone))[..., None])
+    return DenseWeights(L_B, L_B_inverse, alone + root * solve_lower_transposed(L_B, half)[..., 0], root)
+
+
+@as_one_program
+def _dense(lambda1: Array, Lambda2: Array, K: Array, Kxf: Array, kff: Array) -> Dense:
+    L_B, L_B_inverse, alpha, root = dense_weights(lambda1, Lambda2, K)
+    A = solve_lower(L_B, root[..., :, None] * Kxf)
+    kl = 0.5 * (
+        jnp.sum(L_B_inverse * L_B_inverse, axis=(-2, -1))
+        - K.shape[-1]
+        + jnp.sum(alpha * matvec(K, alpha), axis=-1)
+        + log_determinant(L_B)
+    )
+    return Dense(moments(matvec_transposed(Kxf, alpha), kff, A, None, kl), alpha, root, L_B_inverse)
+
+
+@jax.custom_jvp
 def dual_dense(lambda1: Array, Lambda2: Array, K: Array, Kxf: Array, kff: Array) -> Moments:
     """q(f) ∝ p(f) Π_n exp(λ₁ₙ f_n − ½ λ₂ₙ f_n²): t-VGP, the dense posterior with one site for each training input.
 
-    With W = diag(λ₂), B = I + W½KW½ = L_B L_Bᵀ and α = λ₁ − W½B⁻¹W½Kλ₁: mean kᵀα, v = k − |L_B⁻¹W½k|²,
+    With W = diag(λ₂), B = I + W½KW½ = L_B L_Bᵀ and α = (I + WK)⁻¹λ₁: mean kᵀα, v = k − |L_B⁻¹W½k|²,
     KL = ½ [ tr B⁻¹ − N + αᵀKα + log|B| ]. No inverse of K is taken, so no jitter is needed.
+
+    The derivative is written out, and needs no 1/λ₂. With H = W½B⁻¹W½, h = Hk, μ = Kα and the posterior covariances
+    C = K − KHK and c = k − Kh,
+
+        dm = dkᵀα − hᵀdK α + cᵀ(dλ₁ − dλ₂∘μ),   dv = dk_ii − 2 hᵀdk + hᵀdK h − (c∘c)ᵀdλ₂,
+        dKL = ½ [ tr((H − W½B⁻²W½)dK) + αᵀdK α − 2 (Hμ)ᵀdK α ] + (Cα)ᵀ(dλ₁ − dλ₂∘μ) + ½ λ₂ᵀ(C∘C)dλ₂
+
+    The gradient with respect to K is right for symmetric changes of it and not itself symmetric.
 
     Args:
         lambda1: (..., N_train).
@@ -286,17 +367,61 @@ def dual_dense(lambda1: Array, Lambda2: Array, K: Array, Kxf: Array, kff: Array)
     References:
         Adam et al. (2021), equations 9 to 18; the stable form is Rasmussen and Williams (2006), section 3.4.3.
     """
-    root = jnp.sqrt(Lambda2)
-    identity = jnp.eye(K.shape[-1], dtype=K.dtype)
-    L_B = _root_of_precision(identity + root[..., :, None] * K * root[..., None, :])
-    A = solve_lower(L_B, root[..., :, None] * Kxf)
-    half = solve_lower(L_B, (root * matvec(K, lambda1))[..., None])
-    alpha = lambda1 - root * solve_lower_transposed(L_B, half)[..., 0]
-    L_B_inverse = triangular_inverse(L_B)
-    kl = 0.5 * (
-        jnp.sum(L_B_inverse * L_B_inverse, axis=(-2, -1))
-        - K.shape[-1]
-        + jnp.sum(alpha * matvec(K, alpha), axis=-1)
-        + log_determinant(L_B)
-    )
-    return moments(matvec_transposed(Kxf, alpha), kff, A, None, kl)
+    return _dense(lambda1, Lambda2, K, Kxf, kff).moments
+
+
+def _dual_dense_jvp(primals: tuple, tangents: tuple) -> tuple[Moments, Moments]:
+    lambda1, Lambda2, K, Kxf, kff = primals
+    q = _dense(lambda1, Lambda2, K, Kxf, kff)
+    dlambda1, dLambda2, dK, dKxf, dkff = given_tangents(tangents)
+    A, X, root, alpha = q.moments.prior_root, q.L_B_inverse, q.root, q.weights
+    column = root[..., :, None]
+    h = column * upper_product(transposed(X), A)
+    mu = matvec(K, alpha)
+    B_inverse = gram_of_lower(X)
+    H_mu = root * matvec(B_inverse, root * mu)
+    dmean: Any = 0.0
+    dvariance: Any = 0.0
+    dkl: Any = 0.0
+    turned: Any = None if dKxf is None else column * dKxf  # d(W½k), and below dB
+    dB: Any = None
+    if dK is not None:
+        along = matvec(dK, alpha)
+        by_trace = column * (B_inverse - symmetric_product(B_inverse, B_inverse)) * root[..., None, :]
+        dmean = dmean - matvec_transposed(h, along)
+        dvariance = dvariance + jnp.sum(h * matmul(dK, h), axis=-2)
+        dkl = dkl + 0.5 * jnp.sum(by_trace * dK, axis=(-2, -1)) + jnp.sum((0.5 * alpha - H_mu) * along, axis=-1)
+        dB = 0.5 * mirrored(column * dK * root[..., None, :])
+    if dKxf is not None:
+        dmean = dmean + matvec_transposed(dKxf, alpha)
+        dvariance = dvariance - 2.0 * jnp.sum(h * dKxf, axis=-2)
+    if dlambda1 is not None or dLambda2 is not None:
+        d = jnp.zeros_like(lambda1) if dlambda1 is None else dlambda1
+        d = d if dLambda2 is None else d - dLambda2 * mu
+        dmean = dmean + matvec_transposed(Kxf, d) - matvec_transposed(h, matvec(K, d))
+        dkl = dkl + jnp.sum((mu - matvec(K, H_mu)) * d, axis=-1)
+    if dLambda2 is not None:
+        c = Kxf - matmul(K, h)
+        half = lower_product(X, column * K)
+        C = K - matmul(jnp.swapaxes(half, -1, -2), half)
+        dvariance = dvariance - matvec_transposed(c * c, dLambda2)
+        dkl = dkl + 0.5 * jnp.sum(matvec(C * C, Lambda2) * dLambda2, axis=-1)
+        # That of W½ is infinite where λ₂ = 0, as is that of the root A of what the sites explain.
+        droot = 0.5 * dLambda2 / root
+        by_root = mirrored(droot[..., :, None] * K * root[..., None, :])
+        dB = by_root if dB is None else dB + by_root
+        along_root = droot[..., :, None] * Kxf
+        turned = along_root if turned is None else turned + along_root
+    if dkff is not None:
+        # Where rounding has left less, the variance is the machine epsilon of the prior's.
+        eps = jnp.finfo(kff.dtype).eps
+        unexplained = kff - jnp.sum(A * A, axis=-2) > eps * kff
+        dvariance = dvariance + jnp.where(unexplained, dkff, eps * dkff)
+    dA = None if turned is None else lower_product(X, turned)
+    if dB is not None:
+        FA = matmul(half_congruence(X, dB), A)
+        dA = -FA if dA is None else dA - FA
+    return q.moments, tangents_like(q.moments, (dmean, dvariance, dkl, dA))
+
+
+dual_dense.defjvp(_dual_dense_jvp, symbolic_zeros=True)

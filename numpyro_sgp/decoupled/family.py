@@ -10,6 +10,7 @@ from jax.core import Tracer
 import jax.numpy as jnp
 import numpyro
 
+from numpyro_sgp.checks import positive
 from numpyro_sgp.coefficients import Ascending, Coefficients, coefficients_of
 from numpyro_sgp.conditionals import (
     Moments,
@@ -134,9 +135,8 @@ class Decoupled(AbstractPosteriorFamily):
                 '`parametrization="full"` with `natural=False` for a posterior with the covariance of the prior.'
             )
             raise ValueError(msg)
-        if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
-            msg = f"`kl_rows` must be a positive integer or None, got {rows!r}. The size of a minibatch is a good one."
-            raise ValueError(msg)
+        if rows is not None:
+            positive("kl_rows", rows, "The size of a minibatch is a good one; None is for all rows.")
         if rows is not None and kind == "solve":
             msg = (
                 '`kl_rows` was given with `parametrization="solve"`, which factorises the matrix that it would sample. '
@@ -149,6 +149,11 @@ class Decoupled(AbstractPosteriorFamily):
                 'common to start in. Use "orthogonal".'
             )
             raise ValueError(msg)
+
+    @property
+    def has_cavities(self) -> bool:
+        # Nor with "solve": its two Gaussians are independent of each other, and a datum moves both means at once.
+        return self.mean_inducing is None
 
     def moments(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         gamma = beta = None

@@ -11,7 +11,7 @@ import numpy as np
 from numpyro import handlers
 from numpyro.infer import SVI
 
-from numpyro_sgp.checks import positive
+from numpyro_sgp.checks import at_least, positive
 from numpyro_sgp.conditionals.moments import moments
 from numpyro_sgp.diagnostics.inference_data import arviz_module
 from numpyro_sgp.diagnostics.outputs import Result, fitted_values, log_ratio, log_ratio_dense, num_rows, with_num_data
@@ -21,7 +21,11 @@ from numpyro_sgp.linalg import matvec_transposed
 from numpyro_sgp.process import process_of
 from numpyro_sgp.pytrees import split_arrays
 
-__all__ = ["log_importance_ratios", "pareto_smoothed", "psis_khat"]
+__all__ = ["LEAST_DRAWS", "log_importance_ratios", "pareto_smoothed", "psis_khat", "subsampled"]
+
+# A Pareto distribution is fitted to the largest fifth of the draws: ArviZ refuses fewer than five, and with five its
+# estimate of k is not a number.
+LEAST_DRAWS = 30
 
 
 def psis_khat(
@@ -49,20 +53,22 @@ def psis_khat(
         svi: the fitted `SVI` object; its model and guide are used.
         result: what `SVI.run` returned, or a dict of parameters.
         model_args: arguments of the model: all of the data.
-        num_samples: number of draws.
+        num_samples: number of draws; at least 30.
         batch_size: rows of a batch, as in `to_arviz`; None for all rows at once.
         model_kwargs: keyword arguments of the model.
 
     Raises:
         ImportError: ArviZ is not installed.
         TypeError: a posterior family without a Gaussian q(u) of its own.
-        ValueError: a GP on top of a GP, whose ratio has no closed form; a model that subsamples by itself.
+        ValueError: fewer than 30 draws; a GP on top of a GP, whose ratio has no closed form; a model that subsamples by
+            itself.
 
     References:
         Yao, Vehtari, Simpson and Gelman (2018), "Yes, but did it work? Evaluating variational inference", section 2;
         Titsias (2009), "Variational learning of inducing variables in sparse Gaussian processes", for the target.
     """
     az = arviz_module()
+    at_least(LEAST_DRAWS, "num_samples", num_samples, "The tail is a fifth of them; the default is 1000.")
     options = {"num_samples": num_samples, "batch_size": batch_size}
     ratios = log_importance_ratios(rng_key, svi, result, *model_args, **options, **model_kwargs)
     return float(pareto_smoothed(az, np.asarray(ratios))[1])
@@ -88,9 +94,7 @@ def log_importance_ratios(
     **model_kwargs: Any,
 ) -> Array:
     """The log ratios log r of draws from q(u, θ), (num_samples,); see `psis_khat`."""
-    if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 2:
-        msg = f"`num_samples` must be an integer of at least 2, got {num_samples!r}. The default is 1000."
-        raise ValueError(msg)
+    num_samples = at_least(2, "num_samples", num_samples, "The default is 1000.")
     params, mutable_state = fitted_values(result)
     ratios = _Ratios(svi, {**params, **mutable_state})
     kwargs = {**svi.static_kwargs, **model_kwargs}

@@ -29,7 +29,7 @@ from numpyro_sgp.diagnostics.outputs import (
     fitted_values,
 )
 
-__all__ = ["to_arviz"]
+__all__ = ["arviz_module", "to_arviz"]
 
 
 def to_arviz(
@@ -83,7 +83,7 @@ def to_arviz(
 
     Raises:
         ImportError: ArviZ is not installed.
-        TypeError: `result` holds no parameters.
+        TypeError: `svi` is no `SVI` object; `result` holds no parameters.
         ValueError: no site is observed; `batch_size` where arguments are not rows of equal number; names or lengths in
             `coords` and `dims` that do not fit.
 
@@ -94,6 +94,12 @@ def to_arviz(
     """
     az = arviz_module()
     positive("num_samples", num_samples, "The default is 1000 draws.")
+    if not isinstance(svi, SVI):
+        msg = (
+            f"`svi` must be the `SVI` object of the fit, got {type(svi).__name__}. It holds the model, the guide and "
+            "the arguments that stay the same: to_arviz(rng_key, svi, result, ...)."
+        )
+        raise TypeError(msg)
     params, mutable_state = fitted_values(result)
     kwargs = {**svi.static_kwargs, **model_kwargs}
     draws = Draws(svi.model, svi.guide, params, mutable_state, rng_key, num_samples)
@@ -105,10 +111,11 @@ def to_arviz(
 
 
 def arviz_module() -> ModuleType:
+    """ArviZ, or what to install."""
     try:
         import arviz as az
     except ImportError as error:
-        error.add_note("`to_arviz` needs ArviZ: pip install 'numpyro-sgp[arviz]', or arviz itself.")
+        error.add_note("This needs ArviZ: pip install 'numpyro-sgp[arviz]', or arviz itself.")
         raise
     return az
 

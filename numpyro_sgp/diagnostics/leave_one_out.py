@@ -1,6 +1,6 @@
 """`loo_cavity`: leave-one-out predictive densities from the sites of a sparse posterior, without fitting again."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import math
 from types import ModuleType
 from typing import Any
@@ -14,11 +14,14 @@ from numpyro import handlers
 import numpyro.distributions as dist
 from numpyro.infer import SVI
 
-from numpyro_sgp.diagnostics.importance import pareto_smoothed, subsampled
+from numpyro_sgp.checks import at_least
+from numpyro_sgp.conditionals import standard_deviation
+from numpyro_sgp.diagnostics.importance import LEAST_DRAWS, pareto_smoothed, subsampled
 from numpyro_sgp.diagnostics.inference_data import arviz_module
 from numpyro_sgp.diagnostics.outputs import Result, fitted_values
 from numpyro_sgp.distributions import SparsePosterior, log_prob_of, observed_mask, unwrap
 from numpyro_sgp.elbo import Particle, QuadratureELBO, Trace, posteriors_of
+from numpyro_sgp.linalg import solve_lower
 from numpyro_sgp.optim import NaturalGradient
 
 __all__ = ["loo_cavity"]
@@ -42,10 +45,12 @@ def loo_cavity(
 
         N(m − s′α, r + s′),   s′ = s / (1 − β s),
 
-    whose density of y_n is found by quadrature. It is exact for a Gaussian likelihood, and for others as good as the
-    sites are. Where the hyperparameters have a posterior, draws of them are weighted by 1/p(y_n | y_−n, θ) with
-    Pareto-smoothed importance sampling: that posterior is without datum n too, and k̂ says how well that went. Sites are
-    evaluated at the moments of q, so any guide will do, provided that it has converged.
+    whose density of y_n is found by quadrature, with nodes where cavity and likelihood meet. It is exact for a Gaussian
+    likelihood of one latent for each datum, and for others as good as the sites are. Where the hyperparameters have a
+    posterior, draws of them are weighted by 1/p(y_n | y_−n, θ) with Pareto-smoothed importance sampling: that posterior
+    is without datum n too, and k̂ says how well that went. Sites are evaluated at the moments of q, so any guide will do
+    that has converged and whose mean and covariance are those of one Gaussian. `AutoQSGP`, and `AutoDecoupledGP` with a
+    mean basis, are none: the mean moves by more than the covariance says.
 
     Args:
         rng_key: draws the hyperparameters.
@@ -53,7 +58,7 @@ def loo_cavity(
         result: what `SVI.run` returned, or a dict of parameters.
         model_args: arguments of the model: all of the data.
         var_name: the observed site; needed where there are several.
-        num_samples: draws of the hyperparameters.
+        num_samples: draws of the hyperparameters; at least 30 where they have a posterior.
         num_nodes: nodes along each axis, for one GP latent for each datum or two.
         num_draws: antithetic draws where a datum has more latents; even.
         model_kwargs: keyword arguments of the model.
@@ -63,14 +68,17 @@ def loo_cavity(
 
     Raises:
         ImportError: ArviZ is not installed.
-        ValueError: no observed site of that name, or one that does not have one datum for each row of its GP latents; a
-            GP on top of a GP.
+        ValueError: no observed site of that name, or one that does not have one datum for each row of its GP latents;
+            a datum that depends on other rows; a GP on top of a GP; a guide whose mean has a basis of its own; too few
+            draws.
 
     References:
         Vehtari, Mononen, Tolvanen, Sivula and Winther (2016), "Bayesian leave-one-out cross-validation approximations
         for Gaussian latent variable models", section 3.
     """
     az = arviz_module()
+    hint = "One draw does not tell whether the hyperparameters have a posterior; the default is 200."
+    num_samples = at_least(2, "num_samples", num_samples, hint)
     params, mutable_state = fitted_values(result)
     kwargs = {**svi.static_kwargs, **model_kwargs}
     loss = QuadratureELBO(num_nodes, num_samples=num_draws)
@@ -116,6 +124,8 @@ class _Cavities:
                     f"{(*q.batch_shape, *q.event_shape)}. Use `az.loo` on what `to_arviz` gives."
                 )
                 raise ValueError(msg)
+        self._check_families(posteriors_of(guide_trace))
+        self._check_rows(particle, guide_trace, posteriors_of(guide_trace))
 
     def _run(self, key: Array) -> tuple[Particle, Trace, Trace]:
         # Guides take a mask of False for a prediction: parameters must be given, and nothing is fitted.
@@ -124,14 +134,56 @@ class _Cavities:
         guide_trace = particle.run_guide(particle.guide_key, {})
         return particle, guide_trace, particle.run_model(guide_trace, {})
 
+    def _log_prob(self, particle: Particle, guide_trace: Trace, values: Mapping[str, Array]) -> Array:
+        site = particle.run_model(guide_trace, values)[self.name]
+        return log_prob_of(site["fn"], site["value"])
+
+    def _check_families(self, posteriors: Mapping[str, SparsePosterior]) -> None:
+        """Raise where a datum's site is not a part of q."""
+        for name in posteriors:
+            family = self.svi.guide.family(name)
+            if not family.has_cavities:
+                msg = (
+                    f"The guide gives the GP site {name!r} a posterior of the family {type(family).__name__}, but data "
+                    "can be taken out of a posterior only where mean and covariance share a basis, in one Gaussian. "
+                    "Use `az.loo` on what `to_arviz` gives, or another guide, such as `AutoSVGP` or `AutoTSVGP`."
+                )
+                raise ValueError(msg)
+
+    def _check_rows(self, particle: Particle, guide_trace: Trace, posteriors: Mapping[str, SparsePosterior]) -> None:
+        """Raise where the density of a datum depends on other rows of the GP sites than its own.
+
+        Where it does not, changing the signs of a tangent row by row changes those of the derivative. The signs are the
+        binary digits of the number of the row, so any two rows have different ones once.
+        """
+        shape = self.mask.shape
+        digits = np.arange(max((self.mask.size - 1).bit_length(), 1)).reshape(-1, *[1] * len(shape))
+        signs = jnp.asarray(1.0 - 2.0 * (np.arange(self.mask.size).reshape(shape) >> digits & 1))
+        values = {name: guide_trace[name]["value"] for name in posteriors}
+        keys = jax.random.split(jax.random.key(1), len(values))
+        tangent = {
+            name: jax.random.normal(key, value.shape, value.dtype)
+            for key, (name, value) in zip(keys, values.items(), strict=True)
+        }
+
+        def along(sign: Array) -> Array:
+            tangents = {name: sign.astype(t.dtype) * t for name, t in tangent.items()}
+            return jax.jvp(lambda values: self._log_prob(particle, guide_trace, values), (values,), (tangents,))[1]
+
+        changed, alone = jax.vmap(along)(signs), signs * along(jnp.ones(shape))
+        rounding = jnp.sqrt(jnp.finfo(changed.dtype).eps) * jnp.abs(alone)
+        if jnp.any(jnp.abs(changed - alone) > rounding):
+            msg = (
+                f"`loo_cavity` needs the observed site {self.name!r} to depend on row n of {sorted(values)} alone at "
+                "datum n, and some data depend on other rows. Give `GaussianProcess` its inputs in the order of the "
+                "data, one row for each, or use `az.loo` on what `to_arviz` gives."
+            )
+            raise ValueError(msg)
+
     def log_densities(self, key: Array) -> tuple[Array, Array]:
         """At each datum log p(y_n | θ, y_−n) and log p(y_n | θ, y), for the θ that belongs to a key."""
         particle, guide_trace, model_trace = self._run(key)
         posteriors = posteriors_of(guide_trace)
-
-        def log_prob(values: Mapping[str, Array]) -> Array:
-            site = particle.run_model(guide_trace, values)[self.name]
-            return log_prob_of(site["fn"], site["value"])
 
         def term(trace: Trace) -> dict[str, Array]:
             return {self.name: jnp.sum(log_prob_of(trace[self.name]["fn"], trace[self.name]["value"]))}
@@ -142,63 +194,133 @@ class _Cavities:
             raise ValueError(msg)
         # The same nodes for all draws of θ.
         means = {name: q.mean for name, q in posteriors.items()}
-        z, weights = particle.nodes(rules[0], means, jax.random.key(0))
+        by_site, weights = particle.nodes(rules[0], means, jax.random.key(0))
+        posteriors = {name: q for name, q in posteriors.items() if name in by_site}
+        z = [jnp.broadcast_to(by_site[name], (len(weights), *q.mean.shape)) for name, q in posteriors.items()]
+        z = jnp.concatenate([jnp.reshape(x, (len(weights), -1, *self.mask.shape)) for x in z], axis=1)
+        if rules[0].axes is None:
+            z = _standardised(z)
 
-        def at_nodes(mean: Mapping[str, Array], variance: Mapping[str, Array]) -> Array:
-            values = {name: (mean[name], jnp.sqrt(variance[name])) for name in z}
-            return jax.vmap(
-                lambda node: log_prob({name: m + scale * node[name] for name, (m, scale) in values.items()})
-            )(z)
+        def log_prob(f: Array) -> Array:
+            ends = np.cumsum([q.mean.size // self.mask.size for q in posteriors.values()])
+            parts = zip(posteriors.items(), jnp.split(f, ends[:-1]), strict=True)
+            values = {name: jnp.reshape(part, q.mean.shape) for (name, q), part in parts}
+            return self._log_prob(particle, guide_trace, values)
 
-        def expected(mean: Mapping[str, Array], variance: Mapping[str, Array]) -> Array:
-            return jnp.tensordot(weights, at_nodes(mean, variance), axes=1)
-
-        def log_density(mean: Mapping[str, Array], variance: Mapping[str, Array]) -> Array:
-            return jax.scipy.special.logsumexp(at_nodes(mean, variance), axis=0, b=_column(weights, self.mask.ndim))
-
-        posteriors = {name: q for name, q in posteriors.items() if name in z}
-        mean = {name: q.mean for name, q in posteriors.items()}
-        variance = {name: q.variance for name, q in posteriors.items()}
-        without = {name: self._cavity(name, q, expected, mean, variance) for name, q in posteriors.items()}
-        cavity_mean, cavity_variance = ({name: pair[i] for name, pair in without.items()} for i in range(2))
-        return log_density(cavity_mean, cavity_variance), log_density(mean, variance)
-
-    def _cavity(
-        self, name: str, q: SparsePosterior, expected: Any, mean: Mapping[str, Array], variance: Mapping[str, Array]
-    ) -> tuple[Array, Array]:
-        paired = self.mask.shape == q.mean.shape
-        latents = [...] if paired else list(np.ndindex(q.batch_shape))
-        cavities = [self._cavity_of(name, latent, q, expected, mean, variance) for latent in latents]
-        if paired:
-            return cavities[0]
-        means, variances = (jnp.stack(x).reshape(q.mean.shape) for x in zip(*cavities, strict=True))
-        return means, variances
-
-    def _cavity_of(
-        self,
-        name: str,
-        latent: Any,
-        q: SparsePosterior,
-        expected: Any,
-        mean: Mapping[str, Array],
-        variance: Mapping[str, Array],
-    ) -> tuple[Array, Array]:
-        """Mean and variance of one latent for each datum, without that datum."""
-        # Each datum depends on its own row: the derivatives along all rows at once are those of each datum.
-        one = jnp.zeros_like(q.mean).at[latent].set(1.0)
-        along = {other: one if other == name else jnp.zeros_like(value) for other, value in mean.items()}
-        still = {other: jnp.zeros_like(value) for other, value in mean.items()}
-        alpha = jax.jvp(expected, (mean, variance), (along, still))[1]
-        beta = -2.0 * jax.jvp(expected, (mean, variance), (still, along))[1]
-        if self.floor is not None:
-            beta = jnp.maximum(beta, self.floor)
-        T = q.moments.posterior_root
-        total = q.variance[latent]
-        explained = total if T is None else jnp.broadcast_to(jnp.sum(T * T, axis=-2), q.mean.shape)[latent]
-        left = 1.0 - beta * explained
+        mean, variance, explained = self._moments(posteriors)
+        likelihood = _Likelihood(log_prob, z, weights, mean, variance, self.floor)
+        left = 1.0 - likelihood.beta * explained
         # A site that is as precise as the posterior or more is not a part of it.
         s = jnp.where(left > 0.0, explained / left, jnp.nan)
-        return q.mean[latent] - s * alpha, total - explained + s
+        loo = likelihood.log_expectation(mean - s * likelihood.alpha, variance - explained + s)
+        return loo, likelihood.log_expectation(mean, variance)
+
+    def _moments(self, posteriors: Mapping[str, SparsePosterior]) -> tuple[Array, Array, Array]:
+        """Mean and variance of the D latents of each datum, and what of the variance is that of u, (D, ...)."""
+        moments = []
+        for q in posteriors.values():
+            T = q.moments.posterior_root
+            of_u = q.variance if T is None else jnp.broadcast_to(jnp.sum(T * T, axis=-2), q.mean.shape)
+            moments.append([jnp.reshape(x, (-1, *self.mask.shape)) for x in (q.mean, q.variance, of_u)])
+        mean, variance, explained = (jnp.concatenate(x) for x in zip(*moments, strict=True))
+        return mean, variance, explained
+
+
+class _Likelihood:
+    """The densities p(y_n | f_n) of all data, with D latents each, and their second-order expansions under q.
+
+    log p ≈ αᵀ(f − m) − ½ (f − m)ᵀB (f − m) + c, of which α = ∂ell/∂m, the diagonal of B is β = −2 ∂ell/∂v, and the
+    rest of B is −∂²ell/∂m∂mᵀ.
+
+    Args:
+        log_prob: of values of f, (D, ...), at each datum, (...).
+        z: standard normal nodes, (K, D, ...).
+        weights: theirs, (K,).
+        mean: m, (D, ...).
+        variance: v, (D, ...).
+        floor: the least β, or None.
+
+    Attributes:
+        alpha: α, (D, ...).
+        beta: β, (D, ...).
+    """
+
+    def __init__(
+        self,
+        log_prob: Callable[[Array], Array],
+        z: Array,
+        weights: Array,
+        mean: Array,
+        variance: Array,
+        floor: float | None,
+    ) -> None:
+        self.log_prob, self.z, self.weights, self.mean = jax.vmap(log_prob), z, weights, mean
+
+        def ell(mean: Array, variance: Array) -> Array:
+            # Each datum depends on its own row: the derivatives of the sum are those of each datum.
+            values = self.log_prob(mean + standard_deviation(variance) * z)
+            return jnp.sum(jnp.tensordot(weights, values, axes=1))
+
+        self.alpha, by_variance = jax.grad(ell, argnums=(0, 1))(mean, variance)
+        beta = -2.0 * by_variance
+        self.beta = beta if floor is None else jnp.maximum(beta, floor)
+        D = len(mean)
+        self.B = self.beta[None]
+        if D > 1:
+
+            def column(d: Array) -> Array:
+                one = jnp.zeros_like(mean).at[d].set(1.0)
+                return -jax.jvp(lambda m: jax.grad(ell)(m, variance), (mean,), (one,))[1]
+
+            diagonal = jnp.arange(D)
+            self.B = jax.lax.map(column, diagonal).at[diagonal, diagonal].set(self.beta)
+
+    def log_expectation(self, mean: Array, variance: Array) -> Array:
+        """The log of E[p(y_n | f_n)] under independent N(mean, variance), (...).
+
+        The nodes are those of the Gaussian that the expansion makes of the integrand, each weighed by what the two
+        densities there differ by. Nodes of N(mean, variance) itself miss a likelihood much narrower than it. Where
+        log p is quadratic the weighed terms are all the same, so the result is exact.
+        """
+        # With f = mean + √variance x: a standard normal x, and an expansion with a precision of G at x = δ.
+        scale = standard_deviation(variance)
+        delta = jnp.where(scale == 0.0, 0.0, (self.mean - mean) / scale)
+        precision, U = _eigen(scale[:, None] * self.B * scale[None])
+        # Log-densities may be convex, and a precision of I + G that is not positive is none.
+        precision = jnp.maximum(precision, 0.0)
+        turned = _matvec(jnp.swapaxes(U, 0, 1), jnp.stack([scale * self.alpha, delta]))
+        root = 1.0 / jnp.sqrt(1.0 + precision)
+        x = _matvec(U, root**2 * (turned[0] + precision * turned[1]) + root * self.z)
+        log_ratio = 0.5 * jnp.sum(self.z**2 - x**2, axis=1) + jnp.sum(jnp.log(root), axis=0)
+        values = self.log_prob(mean + scale * x) + log_ratio
+        return jax.scipy.special.logsumexp(values, axis=0, b=_column(self.weights, values.ndim - 1))
+
+
+def _eigen(G: Array) -> tuple[Array, Array]:
+    """Eigenvalues, (D, ...), and vectors in columns, (D, D, ...), of symmetric (D, D, ...)."""
+    if len(G) == 1:
+        return G[0], jnp.ones_like(G)
+    values, vectors = jnp.linalg.eigh(jnp.moveaxis(G, (0, 1), (-2, -1)))
+    return jnp.moveaxis(values, -1, 0), jnp.moveaxis(vectors, (-2, -1), (0, 1))
+
+
+def _matvec(U: Array, x: Array) -> Array:
+    """(D, D, ...) times vectors (K, D, ...)."""
+    return jnp.einsum("ij...,kj...->ki...", U, x, precision=jax.lax.Precision.HIGHEST)
+
+
+def _standardised(z: Array) -> Array:
+    """Draws, (K, D, ...), with the second moments of a standard normal: their averages of quadratics are exact."""
+    K, D = z.shape[:2]
+    if K < 2 * D:
+        msg = (
+            f"`num_draws` must be at least {2 * D}, twice the number of latents of a datum, got {K}. The default is "
+            "1000."
+        )
+        raise ValueError(msg)
+    second = jnp.einsum("ki...,kj...->...ij", z, z, precision=jax.lax.Precision.HIGHEST) / K
+    L = jnp.linalg.cholesky(second)
+    return jnp.moveaxis(solve_lower(L, jnp.moveaxis(z, (0, 1), (-1, -2))), (-1, -2), (0, 1))
 
 
 def _column(weights: Array, axes: int) -> Array:
@@ -245,6 +367,8 @@ def _elpd_data(az: ModuleType, name: str, loo: np.ndarray, full: np.ndarray) -> 
     if np.allclose(loo, loo[:1], rtol=rounding, atol=rounding, equal_nan=True):  # the hyperparameters are fixed
         pointwise, khat, good_k = loo[0], np.zeros(N), 0.7
     else:
+        hint = "The hyperparameters have a posterior, and the tail of their weights is a fifth; the default is 200."
+        at_least(LEAST_DRAWS, "num_samples", S, hint)
         good_k = min(1.0 - 1.0 / math.log10(S), 0.7)
         log_weights, khat = pareto_smoothed(az, -loo.T)
         pointwise = np.logaddexp.reduce(log_weights + loo.T, axis=-1)

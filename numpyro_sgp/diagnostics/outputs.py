@@ -18,13 +18,30 @@ from numpyro import handlers
 import numpyro.distributions as dist
 
 from numpyro_sgp.autoguide.handlers import KeysBySite
+from numpyro_sgp.checks import positive
 from numpyro_sgp.distributions import SparsePosterior, log_prob_of, observed_mask, unwrap
 from numpyro_sgp.linalg import cholesky, matmul, matvec, matvec_transposed
 from numpyro_sgp.process import ProcessPosterior, UnknownFamilyError, process_of
 from numpyro_sgp.pytrees import split_arrays
 from numpyro_sgp.sites import DatumSites
 
-__all__ = ["Draws", "Outputs", "Result", "fitted_values", "log_ratio", "log_ratio_dense", "num_rows", "with_num_data"]
+__all__ = [
+    "LIKELIHOOD",
+    "LOG_P",
+    "LOG_Q",
+    "MASK",
+    "OBSERVED",
+    "POSTERIOR",
+    "PREDICTIVE",
+    "Draws",
+    "Outputs",
+    "Result",
+    "fitted_values",
+    "log_ratio",
+    "log_ratio_dense",
+    "num_rows",
+    "with_num_data",
+]
 
 
 class Result(Protocol):
@@ -135,9 +152,8 @@ class Draws:
         plate = self._subsampling_plate(args, kwargs)
         N, B = plate.args if plate is not None else (num_rows(args, batch_size), batch_size)
         B = B if batch_size is None else batch_size
-        if isinstance(B, bool) or (B is not None and (not isinstance(B, int) or B < 1)):
-            msg = f"`batch_size` must be a positive integer or None, got {batch_size!r}."
-            raise ValueError(msg)
+        if B is not None:
+            B = positive("batch_size", B, "None is for all rows at once.")
         if plate is None and (B is None or B >= N):
             # Arguments as the caller gave them, so that a model may look at their values, as under `SVI.run`.
             draw = jax.lax.map(lambda key: self.one(self.params, key, 0, _Rows(), args, kwargs), self.keys)
@@ -342,7 +358,8 @@ def num_rows(args: tuple, batch_size: int | None) -> int:
     if len(rows) != 1 or 0 in rows:
         msg = (
             "`batch_size` cuts the positional arguments of the model into rows, so all their arrays need the same "
-            f"number of rows; got shapes {[np.shape(leaf) for leaf in arrays]}. Pass what has no rows by keyword."
+            f"number of rows; got shapes {[np.shape(leaf) for leaf in arrays]}. Pass the data by position, and what "
+            "has no rows by keyword."
         )
         raise ValueError(msg)
     return rows.pop()

@@ -138,7 +138,7 @@ def plot_training(result: Any, *, window: int | None = None, ax: Any = None) -> 
         ax: axes of matplotlib; by default new ones.
 
     Returns:
-        The axes; their title says how many steps `NaturalGradient` refused, where it was the optimizer.
+        The axes; their title says how many steps were refused, where the optimizer counts them.
     """
     elbo = -np.asarray(result.losses, float)
     window = max(1, len(elbo) // 50) if window is None else window

@@ -28,7 +28,8 @@ class HilbertSpace(AbstractFiniteRank):
 
     φ_j(x) = Π_d sin(√λ_jd (x_d − a_d)) / √L_d with √λ_jd = π j_d / 2L_d on the box from a to b = a + 2L, and
     S_j⁻¹ = S(√λ_j) of the kernel. Functions are zero on the sides of the box: make it larger than the data by a
-    lengthscale or two on each side.
+    lengthscale or two on each side, those of predictions too. Outside they are mirror images, which raises where the
+    inputs are known; inside `jit`, as in training, they are not, and nothing is said.
 
     >>> import jax.numpy as jnp
     >>> from numpyro_sgp.features import HilbertSpace
@@ -45,7 +46,7 @@ class HilbertSpace(AbstractFiniteRank):
 
     Raises:
         ValueError: `num_basis` that are not positive integers; bounds that are not lower and upper, or of another
-            number of columns.
+            number of columns; inputs outside the box (when it is evaluated outside `jit`).
         TypeError: bounds that are traced; a kernel without a spectral density (when it is evaluated).
 
     References:
@@ -104,6 +105,7 @@ class HilbertSpace(AbstractFiniteRank):
             )
             raise ValueError(msg)
         omega = self._frequencies(index, X.dtype)
+        _check_inside(X, self.bounds)
         sines = jnp.sin((X - lower)[..., :, None, :] * omega) * jnp.sqrt(2.0 / (upper - lower))
         return jnp.prod(sines, axis=-1)
 
@@ -111,6 +113,22 @@ class HilbertSpace(AbstractFiniteRank):
         density = _spectral_density(self.kernel, self._frequencies(index, jnp.result_type(float)))
         # Where the density underflows the weight is zero, and so are its derivatives: the square of this is finite.
         return 1.0 / jnp.maximum(density, math.sqrt(float(jnp.finfo(density.dtype).tiny)))
+
+
+def _check_inside(X: Array, bounds: tuple[Any, Any]) -> None:
+    """Raise where known inputs lie outside the box; sides are compared in the precision of the inputs."""
+    if isinstance(X, Tracer) or not X.size:
+        return
+    values = np.asarray(X)
+    lower, upper = (np.asarray(side, values.dtype) for side in bounds)
+    if np.any(values < lower) or np.any(values > upper):
+        axes = tuple(range(values.ndim - 1))
+        msg = (
+            f"`X` reaches from {values.min(axes).tolist()} to {values.max(axes).tolist()}, and `bounds` are "
+            f"{lower.tolist()} and {upper.tolist()}: outside the box the functions are mirror images of those inside. "
+            "Give `HilbertSpace` wider bounds, around all inputs of training and of prediction."
+        )
+        raise ValueError(msg)
 
 
 def _sides(bounds: Any) -> list[np.ndarray]:

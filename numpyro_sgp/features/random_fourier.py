@@ -57,7 +57,7 @@ class RandomFourier(AbstractFiniteRank):
     kernel: Callable
     rank: int = dataclasses.field(metadata={"static": True})
     rng_key: Array
-    key_type: Any = dataclasses.field(default=None, metadata={"static": True})
+    key_type: Any = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
 
     def __post_init__(self) -> None:
         positive("rank", self.rank, "Use an even number, a cosine and a sine for each frequency.")

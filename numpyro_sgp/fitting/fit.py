@@ -16,6 +16,7 @@ import numpy as np
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult
 
+from numpyro_sgp.autoguide.scales import warn_of_no_scale
 from numpyro_sgp.checks import positive
 from numpyro_sgp.fitting.averages import warn_of_few_rows
 from numpyro_sgp.fitting.batches import Batches, checked_batch_size, checked_rows
@@ -65,7 +66,8 @@ def fit(
         num_steps: number of steps; those before a checkpoint that is resumed count.
         num_epochs: in its place, number of epochs.
         init_state: an `SVIState` to start from, such as `result.state` of an earlier run; it is copied.
-        progress_bar: whether to show progress, time left, average loss and, for `NaturalGradient`, refused steps.
+        progress_bar: whether to show progress, time left, average loss and refused steps, where the optimizer
+            counts them.
         callback: called between steps with a `FitProgress`; True stops the run. A function is called about a hundred
             times in a run, an `AbstractCallback` such as `EarlyStopping` at multiples of its `every`; or a list.
         checkpoint: a folder, or a `Checkpoint`. If it holds a checkpoint of this run, that is resumed and the result is
@@ -89,8 +91,8 @@ def fit(
             `sharding` is not a `NamedSharding`.
 
     Warns:
-        UserWarning: natural steps on minibatches that average a posterior over weights over few rows for its rank; more
-            than a tenth of the steps were refused.
+        UserWarning: no plate of the model scales a batch to all rows; natural steps on minibatches that average a
+            posterior over weights over few rows for its rank; more than a tenth of the steps were refused.
 
     Example:
         >>> import jax, numpy as np, numpyro, numpyro.distributions as dist, optax, numpyro_sgp as sgp
@@ -129,6 +131,7 @@ def fit(
     )
     warn_of_few_rows(svi, run.state, batch_size, rows, num_steps)
     program = Program(svi, arguments, run.state, batches, placement, stable_update)
+    warn_of_no_scale(svi, program.scales, batch_size, rows)
     run.begin(program.loss_dtype, num_steps)
     begun_at, refused_before = run.step, int(num_refused(run.state)) if program.counts_refused else 0
     with _progress(progress_bar and placement.leads, run, num_steps, program.counts_refused) as show:

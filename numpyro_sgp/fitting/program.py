@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import SVI
 
+from numpyro_sgp.autoguide.scales import Scales
 from numpyro_sgp.fitting.batches import Batches, checked_rows, native
 from numpyro_sgp.fitting.devices import AbstractPlacement
 from numpyro_sgp.optim import num_refused
@@ -33,6 +34,7 @@ class Arguments:
     def of(cls, svi: SVI, data: Any, rows: int) -> "Arguments":
         bound = {**_bound(svi.model), **svi.static_kwargs}
         positional = cls.positional(data)
+        _check_dict(svi.model, data)
         keywords = {"num_data": rows} if "num_data" not in bound and _takes_num_data(svi.model) else {}
         for role, fn in (("model", svi.model), ("guide", svi.guide)):
             signature = _signature(fn)
@@ -42,10 +44,13 @@ class Arguments:
                 signature.bind(*positional, **keywords, **svi.static_kwargs)
             except TypeError as error:
                 extra = " and `num_data`" if keywords else ""
+                remedy = _keyword_remedy(signature) or (
+                    "Pass a tuple with one entry for each argument (None to leave one out); model and guide take the "
+                    "same arguments."
+                )
                 msg = (
                     f"`data` gives the {role} {len(positional)} positional argument(s){extra}, but its signature is "
-                    f"{signature}: {error}. Pass a tuple with one entry for each argument (None to leave one out); "
-                    "model and guide take the same arguments."
+                    f"{signature}: {error}. {remedy}"
                 )
                 raise TypeError(msg) from error
         return cls(keywords)
@@ -68,6 +73,40 @@ def _signature(fn: Any) -> inspect.Signature | None:
         return inspect.signature(fn)
     except (TypeError, ValueError):  # a callable without one
         return None
+
+
+def _check_dict(model: Any, data: Any) -> None:
+    """Raise for a dict of arguments by name, which the model would be given as its first argument."""
+    signature = _signature(model)
+    if not isinstance(data, Mapping) or signature is None or not data:
+        return
+    names = [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if names and names[0] in data and set(data) <= set(names):
+        given = [name for name in names if name in data]
+        msg = (
+            f"`data` is a dict with the keys {given}, which are arguments of the model, {signature}; a dict is one "
+            f"argument, the first. Pass a tuple: ({', '.join(f'data[{name!r}]' for name in given)})."
+        )
+        raise TypeError(msg)
+
+
+def _keyword_remedy(signature: inspect.Signature) -> str | None:
+    """How to call a function whose arguments have no position."""
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items() if name != "num_data"}
+    names = [name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
+    if not names or len(names) < len(kinds):
+        return None
+    own = ["num_data"] if "num_data" in signature.parameters else []
+    takes = ", ".join([*names, *(f"{name}=None" for name in own)])
+    passes = ", ".join(f"{name}={name}" for name in [*names, *own])
+    return (
+        "Arguments that are taken by keyword only cannot be given by position: make guide and `SVI` of the model "
+        f"`lambda {takes}: model({passes})`, and pass a tuple of {names}."
+    )
 
 
 def _takes_num_data(model: Any) -> bool:
@@ -124,7 +163,9 @@ class Program:
             batches.data,
             batches.dtypes,
         )
-        loss_type = jax.eval_shape(update, state, one_batch)[1]
+        self.scales = Scales()
+        with self.scales:
+            loss_type = jax.eval_shape(update, state, one_batch)[1]
         self.loss_dtype = np.dtype(loss_type.dtype)
         self.counts_refused = _counts_refused(state)
 

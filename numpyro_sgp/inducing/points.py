@@ -23,6 +23,7 @@ __all__ = [
     "BoundedInducingPoints",
     "InducingPoints",
     "as_inducing",
+    "as_points",
     "check_new_inputs",
     "check_width",
 ]

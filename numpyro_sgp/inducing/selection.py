@@ -88,10 +88,7 @@ def _rows(X: ArrayLike) -> np.ndarray:
 
 
 def _check_number(num_inducing: int, N: int) -> None:
-    if not isinstance(num_inducing, int | np.integer) or num_inducing < 1:
-        msg = f"`num_inducing` must be a positive integer, got {num_inducing!r}."
-        raise ValueError(msg)
-    if num_inducing > N:
+    if positive("num_inducing", num_inducing, "It is how many inducing inputs are returned.") > N:
         msg = f"`num_inducing` is {num_inducing}, but X has {N} rows. Ask for at most as many as there are rows."
         raise ValueError(msg)
 

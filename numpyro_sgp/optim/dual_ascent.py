@@ -1,5 +1,6 @@
 """`DualAscent`: natural steps on the coefficients of a mean whose basis is the data."""
 
+import dataclasses
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -195,6 +196,10 @@ class DualAscent(AbstractEvaluatingOptimizer):
     def _moved(self, done: Array, rate: Any, vectors: _Vectors, response: Response, rows: int) -> _Vectors:
         """Nesterov's step, and what it does to the projections, which are linear."""
         dtype = vectors.ahead.dtype
+        # What `handlers.scale` makes of the loss is a matter of its units.
+        inside = response.scale[..., None] > 0.0
+        factor = jnp.where(inside, response.scale[..., None], 1.0)
+        response = jax.tree.map(lambda x: x / factor, dataclasses.replace(response, scale=factor))
         rate, momentum = jnp.asarray(rate, dtype), jnp.asarray(self.momentum, dtype)
         # The loss is that of all N rows, which are those of the basis, estimated from some of them.
         share = rows / vectors.ahead.shape[-1]
@@ -211,7 +216,8 @@ class DualAscent(AbstractEvaluatingOptimizer):
             return _Vectors(ahead, velocity, average, None)
         assert response.gradient_projected is not None
         assert response.seen_projected is not None
-        projected_ahead, projected_velocity = response.projected
+        assert vectors.projected is not None
+        projected_ahead, projected_velocity = jnp.where(inside, response.projected, vectors.projected)
         direction = -share * response.gradient_projected - response.seen_projected
         projected_velocity = momentum * projected_velocity + rate * direction
         projected_ahead = projected_ahead + rate * direction + momentum * projected_velocity
@@ -239,7 +245,7 @@ def _projections(coefficients: Coefficients, num: int) -> Array | None:
 def _zero(coefficients: Coefficients, vectors: _Vectors) -> Response:
     zeros, projected = jnp.zeros_like(vectors.ahead), _projections(coefficients, 2)
     once = None if projected is None else projected[0]
-    return Response(zeros, zeros, once, once, projected)
+    return Response(zeros, zeros, once, once, projected, jnp.zeros(zeros.shape[:-1], zeros.dtype))
 
 
 def _only(rows: list[int], name: str) -> int:

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, cast
 import jax
 from jax import Array, lax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
+from numpyro_sgp.checks import at_least
 from numpyro_sgp.optim.descent_ascent import DescentAscentState
 from numpyro_sgp.optim.dual_ascent import DualAscentState
 from numpyro_sgp.optim.evaluating import (
@@ -25,7 +25,7 @@ from numpyro_sgp.optim.evaluating import (
 from numpyro_sgp.optim.grow_basis import GrowBasisState
 from numpyro_sgp.optim.row_sparse import RowSparseState
 from numpyro_sgp.pytrees import own_copy
-from numpyro_sgp.sites import AbstractSites, Perturbation, Perturbed
+from numpyro_sgp.sites import AbstractSites, DatumSites, Perturbation, Perturbed
 
 __all__ = ["NaturalGradient", "NaturalGradientState", "num_refused"]
 
@@ -82,10 +82,10 @@ def _split(params: Params) -> tuple[Sites, Params]:
 class NaturalGradient(AbstractEvaluatingOptimizer):
     """Natural-gradient steps on sites: λ ← λ − ρ ∂loss/∂ε at ε = 0, with ε a perturbation of expectation parameters.
 
-    For a conjugate likelihood a full-batch step with ρ = 1 is the exact optimum. A factor s of the whole loss
-    (`handlers.scale` around the model) makes it a step of sρ: leave it out. The other parameters are trained by
+    For a conjugate likelihood a full-batch step with ρ = 1 is the exact optimum, whatever factor `handlers.scale`
+    gives the loss: the direction is divided by that of the divergence. The other parameters are trained by
     `others`; with one E-step and one M-step, both come from the same evaluation of the loss. A step whose loss, new
-    sites or new parameters are not finite is refused as a whole and counted (`num_refused`): the parameters go back to
+    sites or parameters are not finite is refused as a whole and counted (`num_refused`): the parameters go back to
     the last ones at which the loss was finite, and the next step is half as long.
 
     Args:
@@ -126,9 +126,7 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
         hint = "1 is a full step; minibatches want 0.1 or less."
         self.step_size = checked("step_size", step_size, lambda rho: 0.0 < rho <= 1.0, "lie in (0, 1]", hint)
         for name, value in (("e_steps", e_steps), ("m_steps", m_steps)):
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
-                msg = f"`{name}` must be a non-negative integer, got {value!r}. The default is 1."
-                raise ValueError(msg)
+            at_least(0, name, value, "The default is 1.")
         if e_steps + m_steps == 0:
             msg = "`e_steps` and `m_steps` are both 0, so that an update would do nothing. The default is 1 of each."
             raise ValueError(msg)
@@ -285,14 +283,26 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
 
         if self.floor is None:
             direction, (loss, aux, rest) = gradients({})
+            direction = {name: d.of_unit_scale(sites[name]) for name, d in direction.items()}
             return loss, aux, direction, rest[1] if with_others else {}
         # ∂loss/∂ε is linear in the gradients g_i = ∂loss/∂v_i = β_i/2, and `weight` adds to them. So the direction for
         # floored β is the one for β plus the linear map applied to the difference, which is zero for most likelihoods.
         direction, linear, (loss, aux, rest) = jax.linearize(gradients, variance, has_aux=True)
-        difference = {name: jnp.maximum(g, 0.5 * self.floor) - g for name, g in rest[0].items()}
+        # Gradients have the factor of the loss, and so has the term that carries their change.
+        difference = {}
+        for name, g in rest[0].items():
+            factor = direction[name].factor(g.ndim - direction[name].scale.ndim)
+            difference[name] = jnp.maximum(g, 0.5 * self.floor * factor) / factor - g / factor
         needed = jnp.stack([jnp.any(d != 0) for d in difference.values()] or [jnp.asarray(False)]).any()
         correction = lax.cond(needed, linear, lambda _: jax.tree.map(jnp.zeros_like, direction), difference)
         direction = jax.tree.map(jnp.add, direction, correction)
+        direction = {name: d.of_unit_scale(sites[name]) for name, d in direction.items()}
+        for name, value in sites.items():
+            if isinstance(value, DatumSites) and name in difference:
+                # A precision that the floor replaces is the floor to the last digit, and so never negative.
+                exact = 0.5 * (self.floor - value.Lambda2)
+                epsilon2 = jnp.where(difference[name] > 0.0, exact, direction[name].epsilon2)
+                direction[name] = dataclasses.replace(direction[name], epsilon2=epsilon2)
         return loss, aux, direction, rest[1] if with_others else {}
 
 

@@ -180,7 +180,9 @@ class RowSparse(AbstractEvaluatingOptimizer):
         """The control variate with the kernel as it is now, and what it tracks computed anew, when that is due."""
         if table.control is None or numbers is None:
             return table, tracked
-        control, now = table.control, numbers
+        *products, factor = numbers
+        due &= factor > 0.0
+        control, now = table.control, [number / factor for number in products]
 
         def anew() -> tuple[list[Array], Array, Any]:
             kernel = with_numbers(control.kernel, now, table.size)
@@ -197,7 +199,8 @@ class RowSparse(AbstractEvaluatingOptimizer):
 def _asked(table: Table) -> list[Array] | None:
     if table.control is None:
         return None
-    return [jnp.zeros_like(number) for number in numbers_of(table.control.kernel, table.size)]
+    numbers = numbers_of(table.control.kernel, table.size)
+    return [*(jnp.zeros_like(number) for number in numbers), jnp.zeros((), table.values.dtype)]
 
 
 class _Mark:

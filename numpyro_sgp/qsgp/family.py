@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 import numpy as np
 
 from numpyro_sgp.all_weights import Chevron, dense_divergence, streamed
-from numpyro_sgp.checks import positive
+from numpyro_sgp.checks import at_least, positive
 from numpyro_sgp.conditionals import (
     Inclusion,
     Moments,
@@ -58,7 +58,18 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
     independent: the weights say what u does not, and q(v) has a mean of its own, m. The prior of f is then the kernel's
     at u, and elsewhere up to what features are off by.
 
-    See `AutoQSGP` for the arguments.
+    Args:
+        basis_batch: how many basis functions a step samples.
+        dense_columns: k, dense columns of the root of a chevron covariance; 0 is a diagonal one.
+        covariance: "inducing", of function values at inducing inputs, or "chevron", of the weights.
+        inducing: array (M, D), object or callable; None takes some rows of X.
+        control: inputs (P, D) of a control variate for the mean, or how many rows of the first X to take.
+        control_form: "nystrom" or "paper".
+        relevance: a prior precision for each weight, trained, with a chevron covariance.
+        jackknife: remove the bias of order 1/M of a likelihood that is not Gaussian.
+        log_concave: names of observed sites with a log-concave likelihood that is not recognised as such.
+
+    See `AutoQSGP` for more on each.
     """
 
     basis_batch: int = 1000
@@ -70,6 +81,7 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
     relevance: bool = False
     jackknife: bool = False
     log_concave: tuple[str, ...] = ()
+    has_cavities = False
 
     @property
     def has_process(self) -> bool:
@@ -131,8 +143,9 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
         control = None
         if self.control is not None:
             points = self.control
-            if isinstance(points, int):
-                rows = jax.random.permutation(rng_key, X.shape[-2])[: min(points, X.shape[-2])]
+            if np.ndim(points) == 0:
+                number = positive("control", points, "It is how many rows of X to take; or pass inputs (P, D).")
+                rows = jax.random.permutation(rng_key, X.shape[-2])[: min(number, X.shape[-2])]
                 points = X[rows]
             points = jnp.asarray(points, X.dtype)
             if points.ndim != 2 or points.shape[-1] != X.shape[-1]:
@@ -196,8 +209,8 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
             variance, deviation = q.variance, jnp.sqrt(q.variance)
             kl = kl + q.kl
         if rows.asked is not None:
-            # Zero, whose derivatives are the kernel's numbers as they are now.
-            numbers = lax.stop_gradient(numbers_of(kernel, rows.size))
+            # Zero, whose derivatives are the kernel's numbers as they are now, and 1, times the factor of the loss.
+            numbers = [*lax.stop_gradient(numbers_of(kernel, rows.size)), jnp.ones((), X.dtype)]
             kl = kl + sum(jnp.sum(zero * number) for zero, number in zip(rows.asked, numbers, strict=True))
         # The share of the inducing variables in the mean is exact.
         share = jnp.zeros_like(f[:, 0]) if given is None else q.mean
@@ -283,10 +296,7 @@ def _check_options(family: QuadruplyStochastic) -> None:
     if family.control_form not in ("nystrom", "paper"):
         msg = f'`control_form` must be "nystrom" or "paper", got {family.control_form!r}. The former has less variance.'
         raise ValueError(msg)
-    columns = family.dense_columns
-    if not isinstance(columns, int) or isinstance(columns, bool) or columns < 0:
-        msg = f"`dense_columns` must be a non-negative integer, got {columns!r}. 0 is a diagonal covariance."
-        raise ValueError(msg)
+    columns = at_least(0, "dense_columns", family.dense_columns, "0 is a diagonal covariance.")
     if family.covariance == "inducing" and columns:
         msg = (
             f"`dense_columns={columns}` was given with a covariance of inducing variables. Dense columns belong to "
