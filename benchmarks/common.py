@@ -1,8 +1,10 @@
 """What the benchmark scripts share: versions and device, data sets, results as JSON."""
 
+from collections.abc import Sequence
 import json
 from pathlib import Path
 import platform
+import subprocess
 
 import jax
 import numpy as np
@@ -18,6 +20,7 @@ def environment() -> dict[str, str]:
     """Versions and device, to be printed and kept with every result."""
     return {
         "numpyro_sgp": numpyro_sgp.__version__,
+        "revision": revision(),
         "jax": jax.__version__,
         "numpyro": numpyro.__version__,
         "optax": optax.__version__,
@@ -25,6 +28,21 @@ def environment() -> dict[str, str]:
         "device": jax.devices()[0].device_kind,
         "machine": platform.machine(),
     }
+
+
+def revision() -> str:
+    """Which commit of the tree these scripts are in, and whether it has been changed since; empty outside of one."""
+    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean and standard deviation of some runs; of a single one, its value."""
+    deviation = f" ± {np.std(values, ddof=1):.2g}" if len(values) > 1 else ""
+    return f"{np.mean(values):.4g}{deviation}"
 
 
 def report(name: str, result: dict, folder: Path | None) -> None:

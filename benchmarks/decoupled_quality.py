@@ -20,7 +20,7 @@ import argparse
 from pathlib import Path
 import time
 
-from common import earlier, npz, report
+from common import earlier, npz, report, spread
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -200,8 +200,7 @@ def summary(every: dict) -> None:
         for name in names:
             cells = []
             for key in ("rmse", "nlpd", "elbo", "time"):
-                values = [fold[name][key] for fold in folds.values()]
-                cells.append(f"{key} {np.mean(values):.4g} ± {np.std(values):.2g}")
+                cells.append(f"{key} {spread([fold[name][key] for fold in folds.values()])}")
             print(f"  {name:<28}", *cells)
 
 

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 import time
 
-from common import earlier, npz, report
+from common import earlier, npz, report, spread
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -297,8 +297,8 @@ def tables(arguments: argparse.Namespace, kind: str, p: dict, epochs: int, check
                     runs[str(fold)] = {"log_scale": log_scale(path, fold), **found}
                     report(name, result, arguments.output)
                 for measure in ("nlml", "rmse"):
-                    values = [found[measure] for found in runs.values()]
-                    print(f"  {method:<26} {measure} {np.mean(values):8.4f} ± {np.std(values):.4f}", flush=True)
+                    line = spread([found[measure] for found in runs.values()])
+                    print(f"  {method:<26} {measure} {line}", flush=True)
     return result
 
 

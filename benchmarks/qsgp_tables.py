@@ -18,7 +18,7 @@ import dataclasses
 from pathlib import Path
 import time
 
-from common import earlier, npz, report
+from common import earlier, npz, report, spread
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -193,7 +193,7 @@ def summary(every: dict) -> None:
             found = [fold[method] for fold in folds.values() if method in fold]
             if found:
                 cells = ((key, [row[key] for row in found]) for key in ("rmse", "mnlp", "cpu"))
-                line = (f"{key} {np.mean(values):.4g} ± {np.std(values):.2g}" for key, values in cells)
+                line = (f"{key} {spread(values)}" for key, values in cells)
                 print(f"  {method:<12}", *line, "paper", PAPER.get(name, {}).get(method, "-"))
 
 

@@ -93,7 +93,7 @@ def main(arguments: argparse.Namespace) -> None:
     thetas = jnp.logspace(-0.5, 2.5, 7 if arguments.reduced else 61)
     old = jnp.asarray(3.0)
     frozen_at = jax.jit(lambda theta: frozen(theta, X, Z, y))
-    curves, maps = {}, {}
+    curves, maps, em = {}, {}, {}
     best = jax.jit(jax.vmap(lambda t: bound("t-SVGP", frozen(t, X, Z, y)["t-SVGP"], t, X, Z, y)))(thetas)
     olds = thetas[:: 3 if arguments.reduced else 2]
     everything = jax.vmap(frozen_at)(olds)
@@ -107,7 +107,8 @@ def main(arguments: argparse.Namespace) -> None:
         for _ in range(4):
             grid = evaluate(frozen_at(steps[-1])[form], thetas)
             steps.append(thetas[jnp.argmax(grid)])
-        path = " -> ".join(f"{float(s):.3g}" for s in steps)
+        em[form] = [float(s) for s in steps]
+        path = " -> ".join(f"{s:.3g}" for s in em[form])
         print(
             f"{form:16s} gap to the optimum over θ in [{float(thetas[0]):.2g}, {float(thetas[-1]):.3g}]: "
             f"median {np.median(gap):8.3f}, largest {gap.max():9.3f} nats; EM from θ={float(old):.2g}: {path}"
@@ -118,6 +119,7 @@ def main(arguments: argparse.Namespace) -> None:
         "bounds": {form: np.asarray(curve).tolist() for form, curve in curves.items()},
         "theta_old": olds.tolist(),
         "theta_new": {form: np.asarray(value).tolist() for form, value in maps.items()},
+        "em": em,
     }
     report("tighter_bound", result, arguments.output)
     if arguments.figure is not None:
