@@ -1,5 +1,7 @@
 """Fixtures for all tests."""
 
+from pathlib import Path
+
 import jax
 import pytest
 
@@ -12,6 +14,19 @@ _ARRAYS_AFTER_IMPORT = len(jax.live_arrays())
 def no_array_at_import():
     # An array made at import would fix the device and the dtype before the user can choose them.
     assert _ARRAYS_AFTER_IMPORT == 0, f"`import numpyro_sgp` made {_ARRAYS_AFTER_IMPORT} arrays"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    """Compiled programs go when there are many: each maps memory, and Linux gives a process 65530 such regions.
+
+    Beyond these JAX ends the process with a segmentation fault, wherever it compiles or reads from its cache next. A
+    module takes up to 30000.
+    """
+    yield
+    regions = Path("/proc/self/maps")
+    if regions.exists() and regions.read_bytes().count(b"\n") > 20000:
+        jax.clear_caches()
 
 
 @pytest.fixture
