@@ -140,14 +140,16 @@ def test_projections_of_the_data_are_computed_by_the_first_step_that_is_accepted
     assert_allclose(a, b, rtol=1e-5)
 
 
-def test_refused_steps_do_not_put_off_the_refresh_of_a_control_variate():
-    def own(X, y=None):
-        lengthscale = numpyro.param("lengthscale", 1.0, constraint=dist.constraints.positive)
-        kernel = features.RandomFourier(kernels.SquaredExponential(lengthscale), 20, jax.random.key(1))
-        f = numpyro.sample("f", sgp.GaussianProcess(kernel, X))
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
+def by_random_features(X, y=None):
+    lengthscale = numpyro.param("lengthscale", 1.0, constraint=dist.constraints.positive)
+    kernel = features.RandomFourier(kernels.SquaredExponential(lengthscale), 20, jax.random.key(1))
+    f = numpyro.sample("f", sgp.GaussianProcess(kernel, X))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
 
+
+def test_refused_steps_do_not_put_off_the_refresh_of_a_control_variate():
+    own = by_random_features
     guide = sgp.AutoQSGP(own, basis_batch=8, inducing=Z, control=X[:4])
     svi = SVI(own, guide, sgp.RowSparse(0.1, optax.sgd(1e-3), refresh=3), sgp.QuadratureELBO(num_nodes=3))
     update = jax.jit(svi.update)
@@ -173,14 +175,6 @@ def with_outliers(X, y=None):
     f = numpyro.sample("f", sgp.GaussianProcess(kernels.SquaredExponential(lengthscale), X))
     with numpyro.plate("data", X.shape[0]):
         numpyro.sample("y", dist.StudentT(3.0, f, 0.1), obs=y)
-
-
-def by_random_features(X, y=None):
-    lengthscale = numpyro.param("lengthscale", 1.0, constraint=dist.constraints.positive)
-    kernel = features.RandomFourier(kernels.SquaredExponential(lengthscale), 20, jax.random.key(1))
-    f = numpyro.sample("f", sgp.GaussianProcess(kernel, X))
-    with numpyro.plate("data", X.shape[0]):
-        numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
 
 
 SCALED = {

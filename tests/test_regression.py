@@ -396,11 +396,12 @@ def test_a_start_at_other_inducing_inputs_is_refused(inducing):
 
 
 @pytest.mark.once
+@pytest.mark.parametrize(("name", "inducing"), [("dense", None), ("per_datum", Z)])
 @pytest.mark.usefixtures("x64")
-def test_a_start_at_other_rows_is_refused_or_not_a_number_under_jit():
+def test_a_start_at_other_rows_is_refused_or_not_a_number_under_jit(name, inducing):
     model = Model()
-    guide = sgp.AutoTSVGP(model, None, init_from=site().condition(Y))
-    svi = SVI(model, guide, optimizer("dense"), sgp.QuadratureELBO())
+    guide = sgp.AutoTSVGP(model, inducing, sites="per_datum", init_from=site().condition(Y))
+    svi = SVI(model, guide, optimizer(name), sgp.QuadratureELBO())
     with pytest.raises(ValueError, match="`init_from` was conditioned at other rows of X"):
         svi.init(jax.random.key(0), X + 0.1, Y)
     state = jax.jit(svi.init)(jax.random.key(0), jnp.asarray(X + 0.1), Y)
@@ -408,20 +409,6 @@ def test_a_start_at_other_rows_is_refused_or_not_a_number_under_jit():
     state = jax.jit(svi.init)(jax.random.key(0), jnp.asarray(X), Y)
     assert np.all(np.isfinite(svi.get_params(state)["f_auto_sites"].lambda1))
     assert M < N
-
-
-@pytest.mark.once
-@pytest.mark.usefixtures("x64")
-def test_sites_for_each_row_start_at_these_rows_only():
-    model = Model()
-    guide = sgp.AutoTSVGP(model, Z, sites="per_datum", init_from=site().condition(Y))
-    svi = SVI(model, guide, optimizer("per_datum"), sgp.QuadratureELBO())
-    with pytest.raises(ValueError, match="`init_from` was conditioned at other rows of X"):
-        svi.init(jax.random.key(0), X + 0.1, Y)
-    state = jax.jit(svi.init)(jax.random.key(0), jnp.asarray(X + 0.1), Y)
-    assert np.all(np.isnan(svi.get_params(state)["f_auto_sites"].lambda1))
-    state = jax.jit(svi.init)(jax.random.key(0), jnp.asarray(X), Y)
-    assert np.all(np.isfinite(svi.get_params(state)["f_auto_sites"].lambda1))
 
 
 @pytest.mark.once
