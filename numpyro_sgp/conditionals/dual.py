@@ -277,22 +277,6 @@ def dual_per_datum(lambda1: Array, Lambda2: Array, A_sites: Array, A: Array, kff
     return natural_whitened(matvec(A_sites, lambda1), Lambda, A, kff)
 
 
-class Dense(NamedTuple):
-    """The dense posterior of sites (λ₁, W), one for each training input, and what its derivatives are made of.
-
-    Attributes:
-        moments: of q(f) where the posterior is wanted.
-        weights: α of the mean kᵀα, (..., N_train).
-        root: W½, (..., N_train).
-        L_B_inverse: of B = I + W½KW½, (..., N_train, N_train).
-    """
-
-    moments: Moments
-    weights: Array
-    root: Array
-    L_B_inverse: Array
-
-
 class DenseWeights(NamedTuple):
     """The factor of B = I + W½KW½ and the weights α of the mean, of sites (λ₁, W).
 
@@ -330,8 +314,9 @@ def dense_weights(lambda1: Array, Lambda2: Array, K: Array) -> DenseWeights:
 
 
 @as_one_program
-def _dense(lambda1: Array, Lambda2: Array, K: Array, Kxf: Array, kff: Array) -> Dense:
-    L_B, L_B_inverse, alpha, root = dense_weights(lambda1, Lambda2, K)
+def _dense(lambda1: Array, Lambda2: Array, K: Array, Kxf: Array, kff: Array) -> tuple[Moments, DenseWeights]:
+    solved = dense_weights(lambda1, Lambda2, K)
+    L_B, L_B_inverse, alpha, root = solved
     A = solve_lower(L_B, root[..., :, None] * Kxf)
     kl = 0.5 * (
         jnp.sum(L_B_inverse * L_B_inverse, axis=(-2, -1))
@@ -339,7 +324,7 @@ def _dense(lambda1: Array, Lambda2: Array, K: Array, Kxf: Array, kff: Array) -> 
         + jnp.sum(alpha * matvec(K, alpha), axis=-1)
         + log_determinant(L_B)
     )
-    return Dense(moments(matvec_transposed(Kxf, alpha), kff, A, None, kl), alpha, root, L_B_inverse)
+    return moments(matvec_transposed(Kxf, alpha), kff, A, None, kl), solved
 
 
 @jax.custom_jvp
@@ -367,15 +352,14 @@ def dual_dense(lambda1: Array, Lambda2: Array, K: Array, Kxf: Array, kff: Array)
     References:
         Adam et al. (2021), equations 9 to 18; the stable form is Rasmussen and Williams (2006), section 3.4.3.
     """
-    return _dense(lambda1, Lambda2, K, Kxf, kff).moments
+    return _dense(lambda1, Lambda2, K, Kxf, kff)[0]
 
 
 def _dual_dense_jvp(primals: tuple, tangents: tuple) -> tuple[Moments, Moments]:
     lambda1, Lambda2, K, Kxf, kff = primals
-    q = _dense(lambda1, Lambda2, K, Kxf, kff)
+    q, (_, X, alpha, root) = _dense(lambda1, Lambda2, K, Kxf, kff)
     dlambda1, dLambda2, dK, dKxf, dkff = given_tangents(tangents)
-    A, X, root, alpha = q.moments.prior_root, q.L_B_inverse, q.root, q.weights
-    column = root[..., :, None]
+    A, column = q.prior_root, root[..., :, None]
     h = column * upper_product(transposed(X), A)
     mu = matvec(K, alpha)
     B_inverse = gram_of_lower(X)
@@ -421,7 +405,7 @@ def _dual_dense_jvp(primals: tuple, tangents: tuple) -> tuple[Moments, Moments]:
     if dB is not None:
         FA = matmul(half_congruence(X, dB), A)
         dA = -FA if dA is None else dA - FA
-    return q.moments, tangents_like(q.moments, (dmean, dvariance, dkl, dA))
+    return q, tangents_like(q, (dmean, dvariance, dkl, dA))
 
 
 dual_dense.defjvp(_dual_dense_jvp, symbolic_zeros=True)
