@@ -14,7 +14,7 @@ from jax import Array
 from jax.extend.core import Literal
 import numpyro.distributions as dist
 
-__all__ = ["Shape", "check_concave", "dependence", "is_quadratic", "shapes_of"]
+__all__ = ["Shape", "check_concave", "dependence", "inner_program", "is_quadratic", "shapes_of"]
 
 
 class Shape(enum.Enum):
@@ -92,7 +92,7 @@ def _of_equation(name: str, params: dict[str, Any], shapes: list[Shape]) -> Shap
     return Shape.OTHER
 
 
-def _inner(equation: Any) -> Any:
+def inner_program(equation: Any) -> Any:
     """The program that an equation calls, or None."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         found = equation.params.get(name)
@@ -111,7 +111,7 @@ def _of_program(jaxpr: Any, inputs: list[Shape]) -> list[Shape]:
 
     for equation in jaxpr.eqns:
         shapes = [read(variable) for variable in equation.invars]
-        inner = _inner(equation)
+        inner = inner_program(equation)
         # A loop calls its program with other values each time, and is not looked into.
         if inner is not None and equation.primitive.name not in ("scan", "while", "cond"):
             outputs = _of_program(inner, shapes)

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+import functools
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -20,9 +21,10 @@ from numpyro_sgp.checks import at_least
 from numpyro_sgp.concavity import check_concave, dependence, is_quadratic
 from numpyro_sgp.conditionals import jackknife, standard_deviation
 from numpyro_sgp.distributions import SparsePosterior, unwrap
+from numpyro_sgp.pairing import axes_of
 from numpyro_sgp.quadrature import gauss_hermite, product_grid
 
-__all__ = ["Particle", "QuadratureELBO", "Trace", "posteriors_of"]
+__all__ = ["Particle", "QuadratureELBO", "Trace", "posteriors_of", "scaled_log_prob"]
 
 Trace = dict[str, dict[str, Any]]
 
@@ -40,12 +42,13 @@ class Rule(NamedTuple):
     terms: tuple[str, ...]
 
 
-def _sum_log_prob(site: dict[str, Any]) -> Array:
+def scaled_log_prob(site: dict[str, Any]) -> Array:
+    """The log density of a site at its value, scaled and masked."""
     if site["intermediates"]:
         log_prob = site["fn"].log_prob(site["value"], site["intermediates"])
     else:
         log_prob = site["fn"].log_prob(site["value"])
-    return jnp.sum(scale_and_mask(log_prob, site["scale"]))
+    return scale_and_mask(log_prob, site["scale"])
 
 
 def _check_outcomes(trace: Trace) -> None:
@@ -77,7 +80,7 @@ def _latent_term(model_site: dict[str, Any], guide_site: dict[str, Any], analyti
             pass
         else:
             return -jnp.sum(scale_and_mask(kl, guide_site["scale"]))
-    return _sum_log_prob(model_site) - _sum_log_prob(guide_site)
+    return jnp.sum(scaled_log_prob(model_site)) - jnp.sum(scaled_log_prob(guide_site))
 
 
 def _sample_sites(trace: Trace) -> list[str]:
@@ -107,8 +110,8 @@ class QuadratureELBO(ELBO):
     The model is run at Gauss-Hermite nodes of the marginals of f (a `vmap` of the replayed model). A term of the bound
     that depends on one GP latent for each datum uses `num_nodes` nodes, one that depends on two their product grid, and
     one that depends on more uses `num_samples` antithetic draws. A GP whose inputs or kernel depend on another GP (a
-    deep GP) is integrated given draws of that one. The likelihood must factorise over the rows of X given f; the other
-    latents are sampled as in NumPyro's `TraceMeanField_ELBO`.
+    deep GP) is integrated given draws of that one. The likelihood must factorise over the rows of X given f, which the
+    guides check in `SVI.init`; the other latents are sampled as in NumPyro's `TraceMeanField_ELBO`.
 
     Args:
         num_nodes: nodes along each axis; exact where log p is a polynomial of degree below 2 · num_nodes in f.
@@ -243,7 +246,9 @@ class Particle:
                     continue
                 site = trace[name]
                 result[name] = (
-                    _sum_log_prob(site) if site["is_observed"] else _latent_term(site, guide_trace[name], analytic)
+                    jnp.sum(scaled_log_prob(site))
+                    if site["is_observed"]
+                    else _latent_term(site, guide_trace[name], analytic)
                 )
             return result
 
@@ -257,7 +262,7 @@ class Particle:
             )
         for name in _sample_sites(guide_trace):
             if name not in model_trace:
-                elbo = elbo - _sum_log_prob(guide_trace[name])  # auxiliary sites of the guide
+                elbo = elbo - jnp.sum(scaled_log_prob(guide_trace[name]))  # auxiliary sites of the guide
 
         free = {name: q for name, q in sites.items() if name not in parents}
         _check_sampled(sites, parents)
@@ -289,11 +294,19 @@ class Particle:
             lambda **values: terms(self.run_model(guide_trace, values)),
             **{name: guide_trace[name]["value"] for name in free},
         )
+        paired = {
+            name: _paired(
+                guide_trace[name],
+                {term: model_trace[term] for term, parents in depends.items() if name in parents},
+                lambda f, name=name: self.run_model(guide_trace, {name: f}),
+            )
+            for name in free
+        }
         groups: dict[Any, tuple[dict[str, np.ndarray] | None, list[str]]] = {}
         for term, parents in depends.items():
             if not parents:
                 continue
-            axes = _axes(sorted(parents), free, guide_trace, {f.name for f in model_trace[term]["cond_indep_stack"]})
+            axes = _axes({name: (free[name].batch_shape, paired[name][term]) for name in sorted(parents)})
             key = None if axes is None else tuple((name, axis.tobytes()) for name, axis in axes.items())
             groups.setdefault(key, (axes, []))[1].append(term)
         return [Rule(axes, tuple(names)) for axes, names in groups.values()]
@@ -408,19 +421,50 @@ def posteriors_of(trace: Trace) -> dict[str, SparsePosterior]:
     return {name: q for name, q in found.items() if isinstance(q, SparsePosterior)}
 
 
-def _axes(
-    parents: list[str], free: Mapping[str, SparsePosterior], guide_trace: Trace, plates: set[str]
-) -> dict[str, np.ndarray] | None:
+def _paired(
+    site: dict[str, Any], terms: Mapping[str, dict[str, Any]], trace_at: Callable[[Array], Trace]
+) -> dict[str, set[int]]:
+    """By term, which batch axes of a GP site, counted from the back, pair latents with entries of the term.
+
+    A plate around both says which entry would belong to which latent. The program says whether no other latent has a
+    part in it: where outputs mix latents, as in a linear model of coregionalisation, others have.
+    """
+    value, batch_ndim = site["value"], jnp.ndim(site["value"]) - site["fn"].event_dim
+    paired: dict[str, set[int]] = {term: set() for term in terms}
+    for frame in site["cond_indep_stack"]:
+        within = {
+            term: next((other.dim for other in model_site["cond_indep_stack"] if other.name == frame.name), None)
+            for term, model_site in terms.items()
+        }
+        within = {term: dim for term, dim in within.items() if dim is not None}
+        if frame.size == 1 or not within:
+            continue
+
+        # A divergence has the parameters of the same distribution for its entries as the density has.
+        def entries(f: Array, chosen: list[str]) -> dict[str, Array]:
+            trace = trace_at(f)
+            return {term: jnp.asarray(scaled_log_prob(trace[term])) for term in chosen}
+
+        at = functools.partial(entries, chosen=list(within))
+        shapes, found = jax.eval_shape(at, value), axes_of(at, value, batch_ndim + frame.dim)
+        for term, dim in within.items():
+            if found[term] in (None, len(shapes[term].shape) + dim):
+                paired[term].add(frame.dim)
+    return paired
+
+
+def _axes(latents: Mapping[str, tuple[tuple[int, ...], set[int]]]) -> dict[str, np.ndarray] | None:
     """Give each latent that one entry of a term depends on an axis of a product grid; None for more than two.
 
-    A batch axis of a GP site that belongs to a plate around the term as well pairs entry with entry: its latents can
-    share an axis. Along any other batch axis each entry may depend on all latents.
+    Along a batch axis that pairs them with the entries of the term, the latents of a GP site can share an axis. Along
+    any other one each entry may depend on all latents.
+
+    Args:
+        latents: by GP site its batch shape, and which of its axes, counted from the back, are paired.
     """
     axes, used = {}, 0
-    for name in parents:
-        batch_shape = free[name].batch_shape
-        shared = {frame.dim for frame in guide_trace[name]["cond_indep_stack"] if frame.name in plates}
-        own = tuple(1 if dim - len(batch_shape) in shared else size for dim, size in enumerate(batch_shape))
+    for name, (batch_shape, paired) in latents.items():
+        own = tuple(1 if dim - len(batch_shape) in paired else size for dim, size in enumerate(batch_shape))
         count = int(np.prod(own, dtype=int))
         axes[name] = np.broadcast_to(used + np.arange(count).reshape(own), batch_shape)
         used += count

@@ -31,6 +31,7 @@ LEVELS = {
     "mean_basis": 7.5,
     "marginal_likelihood": 7,
     "concavity": 7.5,
+    "pairing": 7.75,
     "distributions": 8,
     "elbo": 9,
     "optim": 9,

@@ -7,6 +7,7 @@ from numpy.testing import assert_allclose
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
+from numpyro.primitives import mutable
 import optax
 import oracles
 import pytest
@@ -14,6 +15,7 @@ from scipy import stats
 from scipy.special import log_softmax
 
 import numpyro_sgp as sgp
+from numpyro_sgp.pairing import axes_of
 from numpyro_sgp.quadrature import gauss_hermite, product_grid
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -150,6 +152,90 @@ def test_latents_paired_with_outputs_by_a_plate_need_one_axis_only():
     assert_allclose(found, expected, rtol=1e-10)
 
 
+SQUARE = np.array([[1.0, 0.8], [-0.5, 1.0]])
+ROTATION = np.array([[1.0, 0.8, 0.0], [-0.5, 1.0, 0.3], [0.2, 0.0, 1.0]])
+
+
+def mixed_in_one_plate(X, y=None, mixing=SQUARE):
+    task = numpyro.plate("task", len(mixing))
+    with task:
+        f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))
+    mixed = jnp.asarray(mixing) @ f
+    with task:
+        numpyro.sample("y", dist.Normal(mixed, 0.3).to_event(1), obs=y)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("traced", [False, True], ids=["constant", "argument"])
+def test_latents_that_are_mixed_within_their_plate_are_not_taken_for_paired(traced):
+    Y2 = np.stack([Y, 2.0 * Y])
+    args = (X, Y2, SQUARE) if traced else (X, Y2)
+    guide, params, q = setup(mixed_in_one_plate, args=args)
+    mean, variance = np.asarray(q["f"].mean), np.asarray(q["f"].variance)
+    expected = np.sum(stats.norm.logpdf(Y2, SQUARE @ mean, 0.3) - 0.5 * (SQUARE**2 @ variance) / 0.09)
+    expected -= float(q["f"].kl.sum())
+    loss = sgp.QuadratureELBO(num_nodes=3)
+    value = jax.jit(lambda *args: loss.loss(jax.random.key(0), params, mixed_in_one_plate, guide, *args))(*args)
+    assert_allclose(-float(value), expected, rtol=1e-10)
+
+
+@pytest.mark.once
+def test_three_latents_mixed_within_their_plate_are_sampled_without_bias():
+    Y3 = np.stack([Y, 2.0 * Y, -Y])
+    args = (X, Y3, ROTATION)
+    guide, params, q = setup(mixed_in_one_plate, args=args)
+    mean, variance = np.asarray(q["f"].mean), np.asarray(q["f"].variance)
+    expected = np.sum(stats.norm.logpdf(Y3, ROTATION @ mean, 0.3) - 0.5 * (ROTATION**2 @ variance) / 0.09)
+    expected -= float(q["f"].kl.sum())
+    loss = sgp.QuadratureELBO(num_samples=4)
+    keys = jax.random.split(jax.random.key(1), 1000)
+    draws = -np.asarray(jax.jit(jax.vmap(lambda k: loss.loss(k, params, mixed_in_one_plate, guide, *args)))(keys))
+    assert abs(draws.mean() - expected) < 5.0 * draws.std() / np.sqrt(len(draws))
+
+
+# Programs of f, (2, 3, 7), by id: where the axis of three is in the result, −1 where its entries are mixed.
+PROGRAMS = {
+    "elementwise": (lambda f: jnp.where(f > 0.0, jnp.exp(f), 2.0 * f), 1),
+    "transposed": (lambda f: jnp.moveaxis(f, 1, 2), 2),
+    "indexed": (lambda f: f[0], 0),
+    "gathered": (lambda f: f[..., np.array([0, 2, 2])], 1),
+    "picked": (lambda f: jnp.take_along_axis(f, jnp.zeros((2, 3, 1), int), axis=2)[..., 0], 1),
+    "reduced beside": (lambda f: jax.nn.logsumexp(f, axis=0), 0),
+    "scaled by a column": (lambda f: f * jnp.arange(3.0)[:, None], 1),
+    "multiplied beside": (lambda f: f @ np.ones((7, 4)), 1),
+    "multiplied from the left": (lambda f: jnp.einsum("ij,jkl->ikl", np.ones((5, 2)), f), 1),
+    "products of each": (lambda f: jnp.einsum("ijk,ljk->jil", f, f), 0),
+    "reshaped": (lambda f: f.reshape(2, 3, 7, 1), 1),
+    "flattened beside": (lambda f: jnp.moveaxis(f, 1, 0).reshape(3, 14), 0),
+    "summed up beside": (lambda f: jnp.cumsum(f, axis=2), 1),
+    "a constant": (lambda f: jnp.zeros(3), None),
+    "reduced": (lambda f: f.sum(1), -1),
+    "mixed": (lambda f: jnp.einsum("ij,kjl->kil", ROTATION, f), -1),
+    "flattened": (lambda f: f.reshape(6, 7), -1),
+    "reversed": (lambda f: f[:, ::-1], -1),
+    "summed up": (lambda f: jnp.cumsum(f, axis=1), -1),
+    "permuted": (lambda f: f[:, np.array([1, 2, 0])], -1),
+    "shifted": (lambda f: jnp.roll(f, 1, axis=1), -1),
+    "sorted": (lambda f: jnp.sort(f, axis=1), -1),
+    "centred": (lambda f: f - f.mean(1, keepdims=True), -1),
+    "of two axes": (lambda f: f[0, :, :3] + f[0, :, :3].T, -1),
+    "outer product": (lambda f: jnp.einsum("ijk,ilk->ijl", f, f), -1),
+    "a loop": (lambda f: jax.lax.scan(lambda carry, x: (carry + x, carry), f[:, 0], jnp.moveaxis(f, 1, 0))[1], -1),
+}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_axis_of_the_latents_is_followed_through_a_program(name):
+    fn, expected = PROGRAMS[name]
+    f = jnp.asarray(np.random.default_rng(3).normal(size=(2, 3, 7)))
+    assert axes_of(fn, f, 1) == expected
+    # Where an axis is named, the derivatives say so too.
+    if expected is not None and expected >= 0:
+        derivatives = np.moveaxis(np.asarray(jax.jacobian(fn)(f)), (expected, -2), (0, 1))
+        assert_allclose(derivatives[~np.eye(3, dtype=bool)], 0.0, atol=0.0)
+
+
 def classes(X, y=None):
     with numpyro.plate("class", 3):
         f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))
@@ -215,3 +301,176 @@ def test_several_particles_are_an_average():
     keys = jax.random.split(jax.random.key(7), 3)
     singles = [one.loss(key, params, sampled, guide, X, Y) for key in keys]
     assert_allclose(many.loss(jax.random.key(7), params, sampled, guide, X, Y), np.mean(singles), rtol=1e-10)
+
+
+HOME, AWAY = np.array([0, 3, 5, 1]), np.array([1, 2, 4, 6])
+MEANS = np.kron(np.eye(2), np.ones(3) / 3.0) @ np.eye(6, N)
+NEIGHBOURS = np.eye(N) + 0.3 * np.eye(N, k=1) + 0.3 * np.eye(N, k=-1)
+GROUP, AGAIN = np.array([0, 2, 1, 1, 0, 2, 2]), np.array([3, 3, 0, 6, 2, 2, 2, 5])
+PICKS = np.eye(N)[AGAIN]
+MIXING = np.array([[1.0, 0.8, -0.3], [-0.5, 1.0, 0.2], [0.1, 0.4, 0.9], [0.7, -0.6, 0.5]])
+SEEN = np.arange(N) != 3
+
+
+def observed(name, fn, shape):
+    numpyro.sample(name, fn, obs=np.ones(shape, int))
+
+
+def recurrent(f):
+    state = jax.lax.scan(lambda state, value: 2 * (0.5 * state + value,), 0.0, f)[1]
+    numpyro.sample("term", dist.Normal(state, 0.3), obs=Y)
+
+
+def state_of_the_mean(f):
+    state = numpyro.sample("term", dist.Normal(jnp.mean(f), 1.0))
+    numpyro.sample("y", dist.Normal(f + state, 0.3), obs=Y)
+
+
+def beside_another_term(f):
+    numpyro.sample("y", dist.Normal(f, 0.3), obs=Y)
+    numpyro.sample("term", dist.Normal(MEANS @ f, 0.2), obs=np.ones(2))
+
+
+# By id: the latents, and the sites whose entries look at several rows of one latent.
+COUPLED = {
+    "preferences": ((), lambda f: observed("term", dist.Bernoulli(logits=f[HOME] - f[AWAY]), 4)),
+    "one pair": ((), lambda f: observed("term", dist.Bernoulli(logits=f[2] - f[5]), ())),
+    "averages": ((), beside_another_term),
+    "correlated noise": ((), lambda f: numpyro.sample("term", dist.MultivariateNormal(f, NEIGHBOURS), obs=Y)),
+    "centred": ((), lambda f: numpyro.sample("term", dist.Normal(f - f.mean(), 0.2), obs=Y)),
+    "kinks": ((), lambda f: numpyro.factor("term", -jnp.abs(f[1:] - f[:-1]).sum())),
+    "sorted": ((), lambda f: numpyro.sample("term", dist.Normal(jnp.sort(f), 0.2), obs=np.sort(Y))),
+    "recurrent": ((), recurrent),
+    "a latent variable of the mean": ((), state_of_the_mean),
+    "centred, of three": ((3,), lambda f: observed("term", dist.Poisson(jnp.exp(f - f.mean(-1)[:, None])), (3, N))),
+}
+
+
+def masked(f):
+    with numpyro.plate("data", N), numpyro.handlers.mask(mask=SEEN):
+        numpyro.sample("y", dist.StudentT(4.0, f, 0.3), obs=np.where(SEEN, Y, np.nan))
+
+
+def subsampled(f):
+    with numpyro.plate("data", N, subsample_size=4):
+        numpyro.sample("y", dist.Poisson(jnp.exp(numpyro.subsample(f, 0))), obs=jnp.ones(4))
+
+
+def of_other_rows(f):
+    g = numpyro.sample("g", sgp.GaussianProcess(KERNEL, X[:3]))
+    observed("y", dist.Bernoulli(logits=f + g[GROUP]), N)
+
+
+def heteroskedastic(f):
+    g = numpyro.sample("g", sgp.GaussianProcess(KERNEL, X))
+    numpyro.sample("y", dist.Normal(f, jnp.exp(g)), obs=Y)
+
+
+def centred_inputs(f):
+    g = numpyro.sample("g", sgp.GaussianProcess(KERNEL, (f - f.mean())[:, None]))
+    numpyro.sample("y", dist.Normal(g, 0.3), obs=Y)
+
+
+def stable_logarithm(f):
+    shift = f.max()
+    numpyro.factor("y", -jnp.sum(jnp.log(jnp.exp(f - shift) + jnp.exp(-shift)) + shift))
+
+
+# By id: the latents, and sites whose entries look at one row of each latent, or are linear.
+SEPARATE = {
+    "rows picked by a matrix": ((), lambda f: observed("y", dist.Bernoulli(logits=PICKS @ f), len(AGAIN))),
+    "rows repeated": ((), lambda f: observed("y", dist.Poisson(jnp.exp(f[AGAIN])), len(AGAIN))),
+    "replicates": ((), lambda f: observed("y", dist.Bernoulli(logits=f[:, None]).expand([N, 4]), (N, 4))),
+    "one latent a group": ((3,), lambda f: observed("y", dist.Poisson(jnp.exp(f[GROUP, np.arange(N)])), N)),
+    "two latents at two rows": ((3,), lambda f: observed("y", dist.Bernoulli(logits=f[0, HOME] - f[1, AWAY]), 4)),
+    "mixed latents": ((3,), lambda f: observed("y", dist.Poisson(jnp.exp(MIXING @ f)), (4, N))),
+    "softmax": ((3,), lambda f: numpyro.sample("y", dist.Categorical(logits=f.T), obs=GROUP)),
+    "correlated outputs": (
+        (2,),
+        lambda f: observed("y", dist.MultivariateNormal(f.T, np.array([[1.0, 0.4], [0.4, 1.0]])), (N, 2)),
+    ),
+    "noise as a matrix": ((), lambda f: numpyro.sample("y", dist.MultivariateNormal(f, 0.1 * np.eye(N)), obs=Y)),
+    "NaN behind a mask": ((), masked),
+    "subsampled": ((), subsampled),
+    "another GP at other rows": ((), of_other_rows),
+    "heteroskedastic": ((), heteroskedastic),
+    "deep": ((), centred_inputs),
+    "sums over rows": ((), lambda f: numpyro.factor("y", -jnp.sum(jnp.tanh(f) ** 2) + 3.0 * jnp.mean(f))),
+    "stable logarithm": ((), stable_logarithm),
+    "out of support": ((), lambda f: numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=np.full(N, 0.5))),
+    "overflow": ((), lambda f: observed("y", dist.Poisson(jnp.exp(f + 800.0)), N)),
+}
+
+
+def start_at(latents, likelihood, loss=None, init=lambda svi: svi.init):
+    def model():
+        fn = sgp.GaussianProcess(KERNEL, X)
+        likelihood(numpyro.sample("f", fn.expand(latents) if latents else fn))
+
+    guide = sgp.AutoSVGP(model, lambda kernel, X, key: X[:2])
+    return init(SVI(model, guide, optax.adam(1e-2), loss or sgp.QuadratureELBO()))(jax.random.key(0))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("loss", [sgp.QuadratureELBO(), TraceMeanField_ELBO()], ids=["quadrature", "draws"])
+@pytest.mark.parametrize("name", COUPLED)
+def test_a_term_that_couples_rows_is_refused_and_named(name, loss):
+    with pytest.raises(ValueError, match=r"\['term'\].* several rows of the GP site 'f'.*InducingReparam"):
+        start_at(*COUPLED[name], loss)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", SEPARATE)
+def test_terms_that_look_at_one_row_of_each_latent_are_taken(name):
+    start_at(*SEPARATE[name])
+
+
+@pytest.mark.once
+def test_coupled_rows_are_seen_in_float32_and_among_many_rows():
+    many = np.linspace(0.0, 3.0, 20_000, dtype=np.float32)[:, None]
+
+    def model(centre):
+        f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, many))
+        numpyro.sample("y", dist.Normal(f - (f.mean() if centre else 0.0), 0.2), obs=np.sin(many[:, 0]))
+
+    with jax.enable_x64(False):
+        svi = SVI(model, sgp.AutoSVGP(model, many[::4000]), optax.adam(1e-2), sgp.QuadratureELBO())
+        svi.init(jax.random.key(0), False)
+        with pytest.raises(ValueError, match="several rows"):
+            svi.init(jax.random.key(0), True)
+
+
+@pytest.mark.once
+def test_the_rows_of_a_model_that_changes_its_state_in_place_are_compared():
+    def model(centre):
+        state = mutable("state", {"runs": jnp.asarray(0.0)})
+        state["runs"] = state["runs"] + 1.0
+        f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))
+        state["last"] = f[0]
+        numpyro.sample("y", dist.Normal(f - (f.mean() if centre else 0.0), 0.2), obs=Y)
+
+    svi = SVI(model, sgp.AutoSVGP(model, X[:2]), optax.adam(1e-2), sgp.QuadratureELBO())
+    state = svi.init(jax.random.key(0), False)
+    assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state.mutable_state))
+    svi.update(state, False)
+    with pytest.raises(ValueError, match="several rows"):
+        svi.init(jax.random.key(0), True)
+
+
+@pytest.mark.once
+def test_within_a_compiled_start_nothing_is_known_of_the_rows():
+    start_at(*COUPLED["centred"], init=lambda svi: jax.jit(svi.init))
+
+
+@pytest.mark.once
+def test_a_linear_term_of_all_rows_is_integrated_exactly():
+    def model(X, y=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))
+        numpyro.sample("y", dist.Normal(f, 0.4), obs=y)
+        numpyro.factor("slope", 1.7 * jnp.mean(f) - jnp.cumsum(f)[2])
+
+    guide, params, q = setup(model)
+    mean, variance = np.asarray(q["f"].mean), np.asarray(q["f"].variance)
+    expected = np.sum(stats.norm.logpdf(Y, mean, 0.4) - 0.5 * variance / 0.16) - float(q["f"].kl)
+    expected += 1.7 * mean.mean() - mean[:3].sum()
+    assert_allclose(elbo(sgp.QuadratureELBO(4), model, guide, params, X, Y), expected, rtol=1e-10)

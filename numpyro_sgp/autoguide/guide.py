@@ -18,6 +18,7 @@ from numpyro import distributions as dist
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoGuide, AutoNormal
 
+from numpyro_sgp.autoguide.coupling import check_rows_apart
 from numpyro_sgp.autoguide.handlers import (
     GivenGaussianProcesses,
     HiddenSamples,
@@ -140,10 +141,13 @@ class AbstractAutoSparseGP(AutoGuide):
     def _run_model(
         self, base_trace: dict[str, dict], predicting: bool, args: tuple, kwargs: dict, *, joint: bool = True
     ) -> tuple[dict[str, dict], dict[str, SparsePosterior]]:
+        starts: list[str] = []
+
         def posterior(site: str, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
             try:
                 param = SiteParameters(site, self.prefix, predicting)
                 moments = self.family(site).moments(param, prior, batch_shape)
+                starts.extend(param.initial)
                 if param.growing:
                     moments = asked(param.growing, moments, prior)
             except (TypeError, ValueError) as error:
@@ -162,6 +166,8 @@ class AbstractAutoSparseGP(AutoGuide):
             raise ValueError(msg)
         self.check_sites(set(swap.gp_sites))
         _check_tracked(base_trace, trace)
+        if starts:  # in `SVI.init`, where the data are numbers; in a compiled step they are not
+            check_rows_apart(lambda: self.model(*args, **kwargs), trace, swap.gp_sites)
         return trace, swap.gp_sites
 
     def _is_chained(self, base_trace: dict[str, dict], args: tuple, kwargs: dict) -> bool:

@@ -110,6 +110,13 @@ class KeysBySite(Messenger):
             msg["kwargs"]["rng_key"] = self.keys[asked]
 
 
+class Alone(Messenger):
+    """Hides a run of the model from all handlers outside, which are asked for no keys either."""
+
+    def process_message(self, msg: dict) -> None:
+        msg["stop"] = True
+
+
 def _needs_key(msg: dict) -> bool:
     return msg["value"] is None and msg["kwargs"].get("rng_key") is None
 
