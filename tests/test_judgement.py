@@ -23,7 +23,7 @@ from scipy import stats
 
 import numpyro_sgp as sgp
 from numpyro_sgp.diagnostics import calibration, loo_cavity, psis_khat
-from numpyro_sgp.diagnostics.importance import log_importance_ratios
+from numpyro_sgp.diagnostics.importance import log_importance_ratios, pareto_smoothed
 from numpyro_sgp.kernels import Linear, SquaredExponential
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -441,6 +441,23 @@ def test_khat_tells_a_right_posterior_from_a_broken_one():
     # Ten times the precision that the data give: the tails of the posterior are missed.
     broken = {**result.params, "f_auto_sites": type(sites)(10.0 * sites.lambda1, 10.0 * sites.Lambda2, sites.anchor)}
     assert psis_khat(jax.random.key(1), svi, broken, X, counts) > 0.7
+
+
+def test_khat_of_an_exact_posterior_is_zero():
+    # All ratios are the same up to rounding, of which ArviZ makes NaN, infinity or an error.
+    svi, result = fitted(normal, sgp.AutoTSVGP(normal, Z), X, y, steps=3)
+    assert psis_khat(jax.random.key(1), svi, result, X, y) == 0.0
+
+
+def test_ratios_that_are_the_same_have_even_weights_beside_others():
+    other = np.random.default_rng(0).normal(size=200)
+    for same in (np.full(200, -9.137), -3220.0 * (1.0 + 1e-15 * other)):
+        weights, khat = pareto_smoothed(az, np.stack([same, other]))
+        assert_allclose(weights[0], -np.log(200), rtol=1e-12)
+        assert khat[0] == 0.0
+        assert np.isfinite(khat[1])
+        assert khat[1] != 0.0
+    assert not pareto_smoothed(az, np.where(np.arange(200) == 3, np.nan, other))[1] < 0.7
 
 
 @pytest.mark.once

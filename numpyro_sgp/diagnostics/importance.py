@@ -27,6 +27,10 @@ __all__ = ["LEAST_DRAWS", "log_importance_ratios", "pareto_smoothed", "psis_khat
 # estimate of k is not a number.
 LEAST_DRAWS = 30
 
+# Ratios that an exact posterior has the same for all draws differ by rounding: measured up to 6 ε of their size, for 20
+# and 1500 rows in float64 and float32.
+_ROUNDING = 20.0
+
 
 def psis_khat(
     rng_key: Array,
@@ -46,7 +50,8 @@ def psis_khat(
     Its target is the best posterior over inducing variables and hyperparameters, ∝ p(u, θ) exp Σ_n E[log p(y_n | f_n)],
     so it judges whether q(u, θ) has the right form and has converged; what the inducing inputs leave out it does not
     see: for that look at `trace_error`. With inducing inputs at the data, and for a dense posterior, the target is the
-    exact posterior. The mean of log r estimates the ELBO.
+    exact posterior. The mean of log r estimates the ELBO. Where q is the target itself, as after natural steps with a
+    Gaussian likelihood and fixed hyperparameters, all ratios are the same: there is no tail, and k̂ is 0.
 
     Args:
         rng_key: a key.
@@ -75,13 +80,26 @@ def psis_khat(
 
 
 def pareto_smoothed(az: Any, log_ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Smoothed and normalised log weights, (..., S), and k̂, (...), of log ratios, (..., S)."""
+    """Smoothed and normalised log weights, (..., S), and k̂, (...), of log ratios, (..., S).
+
+    Ratios that are the same for all draws up to rounding have no tail: their k̂ is 0, where ArviZ gives NaN or infinity
+    or raises.
+    """
+    S = log_ratios.shape[-1]
+    rows = log_ratios.reshape(-1, S)
+    size = np.maximum(np.max(np.abs(rows), axis=-1), 1.0)
+    varies = ~(np.ptp(rows, axis=-1) <= _ROUNDING * np.finfo(rows.dtype).eps * size)  # NaN too
+    weights, khat = np.full(rows.shape, -np.log(S)), np.zeros(len(rows))
+    if varies.any():
+        weights[varies], khat[varies] = _psislw(az, rows[varies])
+    return weights.reshape(log_ratios.shape), khat.reshape(log_ratios.shape[:-1])
+
+
+def _psislw(az: Any, log_ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if az.__version__.startswith("0."):
-        weights, khat = az.psislw(np.array(log_ratios))
-    else:
-        array_stats = importlib.import_module("arviz_stats.base").array_stats  # a part of ArviZ 1
-        weights, khat = array_stats.psislw(-log_ratios)
-    return np.asarray(weights), np.asarray(khat)
+        return az.psislw(np.array(log_ratios))
+    array_stats = importlib.import_module("arviz_stats.base").array_stats  # a part of ArviZ 1
+    return array_stats.psislw(-log_ratios)
 
 
 def log_importance_ratios(
