@@ -503,6 +503,23 @@ def test_held_out_data_may_have_more_rows_than_the_training_data():
     assert len(stopping.losses) == 3
 
 
+@pytest.mark.usefixtures("x64")
+def test_more_held_out_rows_than_training_rows_are_scaled_to_these():
+    # Where rows are repeated the likelihood of a row is the same on average, and the divergence counts once.
+    repeated = np.concatenate([np.tile(X, (3, 1)), X[: N // 2], X[: N // 2]])
+    outcomes = np.concatenate([np.tile(Y, 3), Y[: N // 2], Y[: N // 2]])
+    values = []
+
+    def evaluate(progress):
+        once, half = progress.evaluate((X, Y)), progress.evaluate((X[: N // 2], Y[: N // 2]))
+        share = 3 * N / len(repeated)
+        values.append((progress.evaluate((repeated, outcomes)), share * once + (1.0 - share) * half))
+
+    quiet_fit(gp_svi("tied"), KEY, (X, Y), batch_size=BATCH, num_steps=2, callback=evaluate)
+    for value, wanted in values:
+        assert_allclose(value, wanted, rtol=1e-10)
+
+
 @pytest.mark.once
 def test_early_stopping_waits_for_its_patience_and_no_longer():
     losses = iter([5.0, 4.0, 4.5, 3.95, 3.9, np.nan, 1.0])

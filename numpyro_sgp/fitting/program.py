@@ -59,9 +59,9 @@ class Arguments:
     def positional(data: Any) -> tuple:
         return tuple(data) if type(data) in (tuple, list) else (data,)
 
-    def held_out(self, rows: int) -> dict[str, int]:
-        """Keywords for data with another number of rows: a plate is never smaller than its batch."""
-        return {name: max(rows, size) for name, size in self.keywords.items()}
+    def most_rows(self, rows: int) -> int:
+        """How many of some rows the model takes at once: a plate of size N is never smaller than its batch."""
+        return min([rows, *self.keywords.values()])
 
 
 def _bound(fn: Any) -> Mapping[str, Any]:
@@ -187,15 +187,21 @@ class Program:
             return state, losses, refused
 
         self.steps = jax.jit(steps, donate_argnums=0, out_shardings=placement.outputs)
-        self._loss = jax.jit(self._held_out_loss, static_argnums=2)
+        self._loss = jax.jit(self._held_out_loss)
 
     def evaluate(self, state: Any, data: Any) -> float:
         """The loss at other data."""
         rows = checked_rows((), data)
         data = jax.tree.map(lambda leaf: np.asarray(leaf, native(leaf.dtype)), data)
-        return float(self._loss(state, data, rows))
+        most = self.arguments.most_rows(rows)
+        total = 0.0
+        # The loss of more rows than N is the mean over parts, each of which is scaled to N.
+        for start in range(0, rows, most):
+            part = jax.tree.map(lambda leaf, start=start: leaf[start : start + most], data)
+            total += min(most, rows - start) / rows * float(self._loss(state, part))
+        return total
 
-    def _held_out_loss(self, state: Any, data: Any, rows: int) -> Array:
+    def _held_out_loss(self, state: Any, data: Any) -> Array:
         svi = self.svi
         params = {**svi.get_params(state), **(state.mutable_state or {})}
         return svi.loss.loss(
@@ -204,7 +210,7 @@ class Program:
             svi.model,
             svi.guide,
             *self.arguments.positional(data),
-            **self.arguments.held_out(rows),
+            **self.arguments.keywords,
             **svi.static_kwargs,
         )
 
