@@ -449,6 +449,20 @@ def test_khat_of_an_exact_posterior_is_zero():
     assert psis_khat(jax.random.key(1), svi, result, X, y) == 0.0
 
 
+def test_cavities_of_a_datum_that_no_hyperparameter_moves():
+    def model(X, y=None):
+        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.3))
+        f = numpyro.sample("f", sgp.GaussianProcess(SquaredExponential(lengthscale), X, jitter=JITTER))
+        numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    far = np.concatenate([X, [[1e4]]])
+    outcomes = np.append(y, 0.7)
+    svi, result = fitted(model, sgp.AutoTSVGP(model, np.append(Z, [[1e4]], axis=0)), far, outcomes, steps=5)
+    loo = loo_cavity(jax.random.key(1), svi, result, far, outcomes, num_samples=50)
+    assert loo["pareto_k"].values[-1] == 0.0
+    assert_allclose(pointwise(loo)[-1], stats.norm.logpdf(0.7, 0.0, np.sqrt(1.0 + NOISE**2)), rtol=1e-6)
+
+
 def test_ratios_that_are_the_same_have_even_weights_beside_others():
     other = np.random.default_rng(0).normal(size=200)
     for same in (np.full(200, -9.137), -3220.0 * (1.0 + 1e-15 * other)):
