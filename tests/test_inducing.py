@@ -90,6 +90,15 @@ def test_rows_that_the_kernel_cannot_tell_apart_are_filled_up_with_a_warning():
 def test_a_batch_of_kernels_is_refused():
     with pytest.raises(ValueError, match="`kernel` must be one kernel, got a batch of them"):
         sgp.greedy_variance(kernel(np.ones((3, 1))), ROWS, num_inducing=4)
+    with pytest.raises(ValueError, match="`kernel` must be one kernel, got a batch of them"):
+        sgp.trace_error(kernel(np.ones((3, 1))), ROWS, ROWS[:4])
+
+
+def test_nothing_to_explain_is_told():
+    with pytest.raises(ValueError, match="no variance at any row"):
+        sgp.suggest_num_inducing(sgp.kernels.Linear(1.0), np.zeros((5, 1)))
+    with pytest.raises(ValueError, match="`X` has no rows"):
+        sgp.trace_error(kernel(), ROWS[:0], ROWS[:4])
 
 
 # How many.

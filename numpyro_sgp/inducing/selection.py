@@ -224,7 +224,8 @@ def suggest_num_inducing(
         max_num_inducing: where to stop looking.
 
     Raises:
-        ValueError: the tolerance is not met with `max_num_inducing`, or does not lie in (0, 1).
+        ValueError: the tolerance is not met with `max_num_inducing`, or does not lie in (0, 1); a batch of kernels, or
+            one without variance at the rows.
         TypeError: X is being traced.
     """
     X = _rows(X)
@@ -233,6 +234,9 @@ def suggest_num_inducing(
         raise ValueError(msg)
     most = positive("max_num_inducing", max_num_inducing, "The default is 2000.")
     pivots, errors = _pivoted_cholesky(kernel, X, min(most, len(X)), tolerance)
+    if not len(pivots):
+        msg = "`kernel` has no variance at any row of `X`, so nothing is to be explained. Use other hyperparameters."
+        raise ValueError(msg)
     if not errors[-1] <= tolerance:
         msg = (
             f"{len(pivots)} inducing inputs leave {errors[-1]:.3g} of the prior variance unexplained, more than the "
@@ -292,9 +296,14 @@ def trace_error(
         jitter: added to the diagonal of Kuu, relative to its mean; by default 1e-6 in float64 and 1e-4 in float32.
 
     Raises:
+        ValueError: no rows; a batch of kernels.
         TypeError: X is being traced.
     """
     X = _rows(X)
+    if not len(X):
+        msg = "`X` has no rows. Give it some."
+        raise ValueError(msg)
+    _check_one(kernel, _floating(X[:1]))
     kernel, inducing = PytreeFunction.of(kernel), as_inducing(inducing)
     total = prior = largest = 0.0
     for start in range(0, len(X), _CHUNK):
@@ -322,6 +331,16 @@ def _check_finite(X: np.ndarray) -> None:
         raise ValueError(msg)
 
 
+def _check_one(kernel: Callable, rows: Array) -> None:
+    shape = jax.eval_shape(kernel, rows).shape
+    if len(shape) != 1:
+        msg = (
+            f"`kernel` must be one kernel, got a batch of them: variances of shape {shape}. Take one after the other, "
+            "or a kernel with their mean hyperparameters."
+        )
+        raise ValueError(msg)
+
+
 def _floating(X: np.ndarray) -> Array:
     rows = jnp.asarray(X)
     return rows if jnp.issubdtype(rows.dtype, jnp.floating) else rows.astype(jnp.result_type(float))
@@ -331,12 +350,7 @@ def _pivoted_cholesky(kernel: Callable, X: np.ndarray, M: int, tolerance: float)
     """Pivots in the order chosen, and tr(K − Q) / tr K after each."""
     _check_finite(X)
     rows = _floating(X)
-    shape = jax.eval_shape(kernel, rows).shape
-    if len(shape) != 1:
-        msg = (
-            f"`kernel` must be one kernel, got a batch of them: variances of shape {shape}. Choose for each, or a mean."
-        )
-        raise ValueError(msg)
+    _check_one(kernel, rows)
     count, pivots, errors = _pivot(PytreeFunction.of(kernel), rows, M, tolerance)
     return np.asarray(pivots)[: int(count)], np.asarray(errors, float)[: int(count)]
 
