@@ -14,9 +14,11 @@ from numpyro_sgp.concavity import inner_program
 
 __all__ = ["MIXED", "axes_of"]
 
-# Where the entries of the argument's axis are in a value: along this axis, nowhere (None), or mixed.
+MIXED = 0  # no axis that is counted from the back has this number
+
+# Where the entries of the argument's axis are in a value: along this axis, counted from the front, or nowhere (None).
 Axis = int | None
-MIXED = -1
+_MIXED = -1
 
 _NAMES = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
@@ -36,14 +38,22 @@ def axes_of(fn: Callable[[Array], Any], f: Array, axis: int) -> Any:
     Args:
         fn: a function of one array.
         f: its argument.
-        axis: an axis of f with several entries, counted from the front.
+        axis: an axis of f with several entries, counted from the back.
 
     Returns:
-        The structure of `fn(f)`, of axes counted from the front, −1 where entries are mixed, or not known not to be.
-        Leaves that do not depend on f are left out, as None.
+        The structure of `fn(f)`, of axes counted from the back; `MIXED` where entries are mixed, or not known not to
+        be. Leaves that do not depend on f are left out, as None.
     """
     program, like = jax.make_jaxpr(fn, return_shape=True)(f)
-    return jax.tree.unflatten(jax.tree.structure(like), _of_program(program.jaxpr, [axis]))
+    leaves, structure = jax.tree.flatten(like)
+    found = _of_program(program.jaxpr, [f.ndim + axis])
+    return structure.unflatten(_from_the_back(axis, len(leaf.shape)) for axis, leaf in zip(found, leaves, strict=True))
+
+
+def _from_the_back(axis: Axis, ndim: int) -> Axis:
+    if axis is None:
+        return None
+    return MIXED if axis == _MIXED else axis - ndim
 
 
 def _of_program(jaxpr: Any, inputs: Sequence[Axis]) -> list[Axis]:
@@ -57,8 +67,8 @@ def _of_program(jaxpr: Any, inputs: Sequence[Axis]) -> list[Axis]:
         if all(axis is None for axis in axes):
             continue
         inner = inner_program(equation)
-        if MIXED in axes:
-            found: list[Axis] = [MIXED] * len(equation.outvars)
+        if _MIXED in axes:
+            found: list[Axis] = [_MIXED] * len(equation.outvars)
         # A loop calls its program with other values each time, and is not looked into.
         elif inner is not None and equation.primitive.name not in ("scan", "while", "cond"):
             found = _of_program(inner, axes)
@@ -74,7 +84,7 @@ def _of_equation(equation: Any, axes: list[Axis]) -> int:
         return _of_product(params["dimension_numbers"], [len(each.aval.shape) for each in equation.invars], axes)
     (axis, *others) = {each for each in axes if each is not None}
     if others:
-        return MIXED
+        return _MIXED
     shape = equation.invars[axes.index(axis)].aval.shape
     first_only = all(each is None for each in axes[1:])
     if name in _ELEMENTWISE:
@@ -84,13 +94,13 @@ def _of_equation(equation: Any, axes: list[Axis]) -> int:
     if name == "squeeze":
         return _without(axis, params["dimensions"])
     if name in _CUMULATIVE or name == "split":
-        return MIXED if params["axis"] == axis else axis
+        return _MIXED if params["axis"] == axis else axis
     if name in ("concatenate", "sort"):
-        return MIXED if params["dimension"] == axis else axis
+        return _MIXED if params["dimension"] == axis else axis
     if name == "rev":
-        return MIXED if axis in params["dimensions"] else axis
+        return _MIXED if axis in params["dimensions"] else axis
     if name in ("cholesky", "triangular_solve"):
-        return axis if axis < len(shape) - 2 else MIXED
+        return axis if axis < len(shape) - 2 else _MIXED
     if name == "broadcast_in_dim" and first_only:
         return params["broadcast_dimensions"][axis]
     if name == "transpose":
@@ -99,18 +109,18 @@ def _of_equation(equation: Any, axes: list[Axis]) -> int:
         return _reshaped(shape, axis, params["new_sizes"])
     if name == "slice":
         whole = params["start_indices"][axis] == 0 and params["limit_indices"][axis] == shape[axis]
-        return axis if whole and (params["strides"] is None or params["strides"][axis] == 1) else MIXED
+        return axis if whole and (params["strides"] is None or params["strides"][axis] == 1) else _MIXED
     if name == "dynamic_slice" and first_only:
-        return axis if params["slice_sizes"][axis] == shape[axis] else MIXED
+        return axis if params["slice_sizes"][axis] == shape[axis] else _MIXED
     if name == "pad" and first_only:
-        return axis if tuple(params["padding_config"][axis]) == (0, 0, 0) else MIXED
+        return axis if tuple(params["padding_config"][axis]) == (0, 0, 0) else _MIXED
     if name == "gather" and first_only:
         return _gathered(params, shape, axis, len(equation.outvars[0].aval.shape))
-    return MIXED
+    return _MIXED
 
 
 def _without(axis: int, removed: Sequence[int]) -> int:
-    return MIXED if axis in removed else axis - sum(each < axis for each in removed)
+    return _MIXED if axis in removed else axis - sum(each < axis for each in removed)
 
 
 def _reshaped(shape: Sequence[int], axis: int, sizes: Sequence[int]) -> int:
@@ -119,7 +129,7 @@ def _reshaped(shape: Sequence[int], axis: int, sizes: Sequence[int]) -> int:
     for new, size in enumerate(sizes):
         if size == shape[axis] and _product(sizes[:new]) == before:
             return new
-    return MIXED
+    return _MIXED
 
 
 def _product(sizes: Sequence[int]) -> int:
@@ -136,7 +146,7 @@ def _gathered(params: dict[str, Any], shape: Sequence[int], axis: int, ndim: int
         return batch[numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(axis)]]
     removed = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     if axis in removed or params["slice_sizes"][axis] != shape[axis]:
-        return MIXED
+        return _MIXED
     return numbers.offset_dims[_without(axis, removed)]
 
 
@@ -147,10 +157,10 @@ def _of_product(dimension_numbers: Any, ndims: list[int], axes: list[Axis]) -> i
         if axis is None:
             continue
         if axis in contracted[side]:
-            return MIXED
+            return _MIXED
         if axis in batch[side]:
             found.add(tuple(batch[side]).index(axis))
             continue
         free = _without(axis, (*contracted[side], *batch[side])) + len(batch[side])
         found.add(free + (ndims[0] - len(contracted[0]) - len(batch[0]) if side else 0))
-    return found.pop() if len(found) == 1 else MIXED
+    return found.pop() if len(found) == 1 else _MIXED

@@ -91,7 +91,7 @@ def _is_apart(entries: Callable[[Mapping[str, Any]], dict[str, Array]], name: st
     """Whether the program shows that each entry of the terms looks at one row of a site."""
     if start.shape[-1] == 1:
         return True
-    axes = axes_of(lambda f: entries({name: f}), jnp.asarray(start), start.ndim - 1)
+    axes = axes_of(lambda f: entries({name: f}), jnp.asarray(start), -1)
     return MIXED not in jax.tree.leaves(axes)
 
 

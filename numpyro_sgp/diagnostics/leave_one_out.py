@@ -1,6 +1,7 @@
 """`loo_cavity`: leave-one-out predictive densities from the sites of a sparse posterior, without fitting again."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 import math
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,7 @@ from numpyro_sgp.diagnostics.importance import LEAST_DRAWS, pareto_smoothed, sub
 from numpyro_sgp.diagnostics.inference_data import arviz_module
 from numpyro_sgp.diagnostics.outputs import Result, fitted_values
 from numpyro_sgp.distributions import SparsePosterior, log_prob_of, observed_mask, unwrap
-from numpyro_sgp.elbo import Particle, QuadratureELBO, Trace, posteriors_of
+from numpyro_sgp.elbo import Particle, QuadratureELBO, Trace, posteriors_of, rules_of
 from numpyro_sgp.linalg import solve_lower
 from numpyro_sgp.optim import NaturalGradient
 
@@ -188,13 +189,14 @@ class _Cavities:
         def term(trace: Trace) -> dict[str, Array]:
             return {self.name: jnp.sum(log_prob_of(trace[self.name]["fn"], trace[self.name]["value"]))}
 
-        rules = particle.rules(guide_trace, model_trace, posteriors, term, term(model_trace))
+        model_at = partial(particle.run_model, guide_trace)
+        rules = rules_of(guide_trace, model_trace, posteriors, (self.name,), term, model_at)
         if not rules:
             msg = f"The observed site {self.name!r} depends on no GP site, so it has no cavities. Use `az.loo`."
             raise ValueError(msg)
         # The same nodes for all draws of θ.
         means = {name: q.mean for name, q in posteriors.items()}
-        by_site, weights = particle.nodes(rules[0], means, jax.random.key(0))
+        by_site, weights = rules[0].nodes(self.loss.num_nodes, self.loss.num_samples, means, jax.random.key(0))
         posteriors = {name: q for name, q in posteriors.items() if name in by_site}
         z = [jnp.broadcast_to(by_site[name], (len(weights), *q.mean.shape)) for name, q in posteriors.items()]
         z = jnp.concatenate([jnp.reshape(x, (len(weights), -1, *self.mask.shape)) for x in z], axis=1)
