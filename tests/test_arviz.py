@@ -560,6 +560,21 @@ def test_the_number_of_all_rows_reaches_a_model_that_takes_it_and_masks_are_cut_
 
 
 @pytest.mark.once
+def test_the_number_of_all_rows_reaches_a_model_of_all_keywords_as_in_fit():
+    seen = []
+
+    def model(X, y, **options):
+        seen.append(options.get("num_data"))
+        gaussian(X, y, **options)
+
+    guide = GUIDES["tied"](model, Z)
+    params = arbitrary_parameters(model, guide, X, y)
+    seen.clear()
+    arbitrary(model, guide, X, y, params=params, num_samples=3, batch_size=BATCH)
+    assert set(seen[1:]) == {N}  # the first run looks for plates that subsample
+
+
+@pytest.mark.once
 def test_a_site_at_all_inputs_whose_likelihood_is_subsampled_keeps_one_value_for_all_batches():
     def model(X, y):
         f = numpyro.sample("f", sgp.GaussianProcess(Matern52(1.1, 0.8), X, lambda x: x[:, 0]))

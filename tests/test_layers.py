@@ -13,6 +13,7 @@ SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for pat
 LEVELS = {
     "checks": -1,
     "eager": -1,
+    "signatures": -1,
     "linalg": 0,
     "pytrees": 0,
     "distances": 1,

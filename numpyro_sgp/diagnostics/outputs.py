@@ -5,7 +5,6 @@ here, so that batches of rows of one draw belong to the same function.
 """
 
 from collections.abc import Callable, Mapping
-import inspect
 from typing import Any, NamedTuple, Protocol, cast
 import warnings
 
@@ -23,6 +22,7 @@ from numpyro_sgp.distributions import SparsePosterior, log_prob_of, observed_mas
 from numpyro_sgp.linalg import cholesky, matmul, matvec, matvec_transposed
 from numpyro_sgp.process import ProcessPosterior, UnknownFamilyError, process_of
 from numpyro_sgp.pytrees import split_arrays
+from numpyro_sgp.signatures import with_num_data
 from numpyro_sgp.sites import DatumSites
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
     "log_ratio",
     "log_ratio_dense",
     "num_rows",
-    "with_num_data",
 ]
 
 
@@ -363,13 +362,6 @@ def num_rows(args: tuple, batch_size: int | None) -> int:
         )
         raise ValueError(msg)
     return rows.pop()
-
-
-def with_num_data(model: Callable, args: tuple, kwargs: dict, N: int) -> dict:
-    """Keyword arguments of the model with N, where it takes `num_data` and was not given it."""
-    signature = inspect.signature(model)
-    given = "num_data" in signature.bind_partial(*args).arguments or kwargs.get("num_data") is not None
-    return {**kwargs, "num_data": N} if "num_data" in signature.parameters and not given else kwargs
 
 
 def _join(group: str, name: str, values: list[np.ndarray], new: list[np.ndarray], axes: list[int]) -> np.ndarray | None:

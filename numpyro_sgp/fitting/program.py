@@ -6,7 +6,6 @@ whole run, and how the steps fall into dispatches cannot change a result.
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import functools
 import inspect
 from typing import Any
 
@@ -20,6 +19,7 @@ from numpyro_sgp.autoguide.scales import Scales
 from numpyro_sgp.fitting.batches import Batches, checked_rows, native
 from numpyro_sgp.fitting.devices import AbstractPlacement
 from numpyro_sgp.optim import num_refused
+from numpyro_sgp.signatures import signature_of, with_num_data
 
 __all__ = ["Arguments", "Program", "initial_state"]
 
@@ -32,12 +32,12 @@ class Arguments:
 
     @classmethod
     def of(cls, svi: SVI, data: Any, rows: int) -> "Arguments":
-        bound = {**_bound(svi.model), **svi.static_kwargs}
         positional = cls.positional(data)
         _check_dict(svi.model, data)
-        keywords = {"num_data": rows} if "num_data" not in bound and _takes_num_data(svi.model) else {}
+        # An entry of the data is no N, whatever its position: it is cut into batches.
+        keywords = {} if "num_data" in svi.static_kwargs else with_num_data(svi.model, (), {}, rows)
         for role, fn in (("model", svi.model), ("guide", svi.guide)):
-            signature = _signature(fn)
+            signature = signature_of(fn)
             if signature is None:
                 continue
             try:
@@ -64,20 +64,9 @@ class Arguments:
         return min([rows, *self.keywords.values()])
 
 
-def _bound(fn: Any) -> Mapping[str, Any]:
-    return fn.keywords if isinstance(fn, functools.partial) else {}
-
-
-def _signature(fn: Any) -> inspect.Signature | None:
-    try:
-        return inspect.signature(fn)
-    except (TypeError, ValueError):  # a callable without one
-        return None
-
-
 def _check_dict(model: Any, data: Any) -> None:
     """Raise for a dict of arguments by name, which the model would be given as its first argument."""
-    signature = _signature(model)
+    signature = signature_of(model)
     if not isinstance(data, Mapping) or signature is None or not data:
         return
     names = [
@@ -107,16 +96,6 @@ def _keyword_remedy(signature: inspect.Signature) -> str | None:
         "Arguments that are taken by keyword only cannot be given by position: make guide and `SVI` of the model "
         f"`lambda {takes}: model({passes})`, and pass a tuple of {names}."
     )
-
-
-def _takes_num_data(model: Any) -> bool:
-    signature = _signature(model)
-    if signature is None:
-        return False
-    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
-    # With **kwargs it is passed too: a model that cannot use it fails, where one that misses it has a wrong scale.
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return kinds.get("num_data") in by_name or inspect.Parameter.VAR_KEYWORD in kinds.values()
 
 
 def initial_state(svi: SVI, rng_key: Array, init_state: Any, arguments: Arguments, batches: Batches) -> Any:
