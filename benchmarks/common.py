@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import json
+import os
 from pathlib import Path
 import platform
 import subprocess
@@ -17,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def environment() -> dict[str, str]:
-    """Versions and device, to be printed and kept with every result."""
+    """Versions, device, cores and threads (`OMP_NUM_THREADS`), to be printed and kept with every result."""
     return {
         "numpyro_sgp": numpyro_sgp.__version__,
         "revision": revision(),
@@ -27,6 +28,8 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         "device": jax.devices()[0].device_kind,
         "machine": platform.machine(),
+        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "threads": os.environ.get("OMP_NUM_THREADS", "not set"),
     }
 
 
