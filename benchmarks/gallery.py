@@ -32,7 +32,7 @@ def main(arguments: argparse.Namespace) -> None:
     """Each example."""
     names = arguments.examples or sorted(path.stem for path in EXAMPLES.glob("*.py"))
     if arguments.reduced:
-        names = ["banana_classification"]
+        names = ["quickstart"]
     path = None if arguments.output is None else arguments.output / "gallery.json"
     kept = json.loads(path.read_text("utf-8"))["printed"] if path is not None and path.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
