@@ -11,8 +11,10 @@ SVGP, with as many inducing inputs as a batch has rows, predicts by its own post
 kernel, for "gaussian" through the same random features. To compare with the paper, whose outputs keep their units, add
 the logarithm of that standard deviation, which is kept as well.
 
-Each kernel has a file of its own. Runs that the one in `--output` already has are not repeated: sets, folds and methods
-can be added one by one. The figure is that of both measures along the runs of the first fold.
+With "held" a method's q is made anew each time that as many rows as `HELD` were seen, and not in each step.
+
+Each kernel and number of epochs has a file of its own. Runs that the one in `--output` already has are not repeated:
+sets, folds and methods can be added one by one. The figure is that of both measures along the runs of the first fold.
 
     python benchmarks/finite_rank_tables.py --data kin40k.npz bike.npz [--folds 0 1 2 3 4] [--epochs 50]
         [--kernel gaussian] [--batches 32] [--output results] [--figure curves.png]
@@ -39,9 +41,12 @@ import numpyro_sgp as sgp
 FULL = {"width": 128, "rank": 1000, "batches": {"linear": [32, 128], "gaussian": [16, 64]}}
 REDUCED = {"width": 8, "rank": 20, "batches": {"linear": [16], "gaussian": [16]}}
 # Rows for each weight in the averages of sites. Where they make the mean too, noise of a batch is noise of the mean.
-WINDOWS = {"natural gradient": [5.0, 25.0]}
+WINDOWS = {"natural gradient": [5.0, 25.0], "natural gradient, held": [5.0, 25.0]}
+# Rows of the batches for which q is held where it is not made anew in each step.
+HELD = 640
 METHODS = ["natural gradient", "mean and natural precision", "compositional", "minimax", "batch evidence", "SVGP"]
-REDUCED_METHODS = {"linear": METHODS[1:4], "gaussian": METHODS[-1:]}
+METHODS += ["natural gradient, held", "mean and natural precision, held"]
+REDUCED_METHODS = {"linear": METHODS[1:4], "gaussian": METHODS[5:7]}
 
 
 def network(weights, X):
@@ -117,6 +122,11 @@ def judged(features, params, data, test) -> tuple[float, float]:
     return float(0.5 * value / N), float(np.sqrt(np.mean(error**2)))
 
 
+def refresh_of(method: str, batch: int) -> int:
+    """Steps after which q is made anew."""
+    return max(HELD // batch, 1) if method.endswith(", held") else 1
+
+
 def svi_of(method: str, kind: str, p: dict, data, batch: int, steps: int, rate: float, window: float) -> SVI:
     """Model, guide, optimizer and loss of a method."""
     X, dtype = data[0], data[0].dtype
@@ -137,10 +147,10 @@ def svi_of(method: str, kind: str, p: dict, data, batch: int, steps: int, rate: 
     def weights(parametrization, **options):
         return sgp.AutoWeightSpaceGP(model, parametrization=parametrization, base=AutoDelta, **options)
 
-    if method == "natural gradient":
-        return SVI(model, weights("natural"), sgp.NaturalGradient(rho, waiting), elbo)
-    if method == "mean and natural precision":
-        return SVI(model, weights("mean"), sgp.NaturalGradient(rho, waiting), elbo)
+    forms = {"natural gradient": "natural", "mean and natural precision": "mean"}
+    form = forms.get(method.removesuffix(", held"))
+    if form is not None:
+        return SVI(model, weights(form, refresh=refresh_of(method, batch)), sgp.NaturalGradient(rho, waiting), elbo)
     if method == "compositional":
         return SVI(model, weights("averaged"), adam, sgp.CompositionalMarginalLikelihood(lambda t: (1.0 + t) ** -0.5))
     if method == "minimax":
@@ -188,7 +198,8 @@ def run(method: str, kind: str, p: dict, data, test, batch: int, epochs: int, ch
         curve.append({"nlml": nlml, "rmse": rmse})
     best = curve[int(np.argmin([ranked(entry) for entry in curve]))]
     refused = 0 if method in ("compositional", "batch evidence") else int(sgp.num_refused(state))
-    return {**best, **choice, "steps": steps * checks, "refused": refused, "cpu_seconds": seconds, "curve": curve}
+    kept = {**choice, "refresh": refresh_of(method, batch), "steps": steps * checks, "refused": refused}
+    return {**best, **kept, "cpu_seconds": seconds, "curve": curve}
 
 
 def ranked(entry: dict) -> float:
@@ -273,7 +284,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def tables(arguments: argparse.Namespace, kind: str, p: dict, epochs: int, checks: int) -> dict:
     """What is not at hand is run; the file is written after each run."""
-    name = f"finite_rank_tables_{kind}"
+    name = f"finite_rank_tables_{kind}_{epochs}"
     settings = {**p, "epochs": epochs, "dtype": "float32", "rates": arguments.rates, "checks": checks}
     result: dict = {"settings": settings, "runs": earlier(name, settings, arguments.output)}
     methods = REDUCED_METHODS[kind] if arguments.reduced else arguments.methods

@@ -43,6 +43,8 @@ class AbstractSites:
     lambda1: Array
     Lambda2: Array
 
+    needs_floor = False  # whether Λ₂ has to stay positive semi-definite
+
     def perturbation(self, *, for_step: bool) -> "Perturbation":
         """A zero perturbation of these sites; `for_step` adds what `natural_step` needs beside the direction."""
         return Perturbation(

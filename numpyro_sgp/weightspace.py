@@ -12,7 +12,16 @@ from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_sgp.adversary import Adversary
 from numpyro_sgp.autoguide import AbstractAutoSparseGP
-from numpyro_sgp.conditionals import Moments, perturbed_moments, tied, weight_space, weight_space_mean
+from numpyro_sgp.checks import positive
+from numpyro_sgp.conditionals import (
+    HeldSites,
+    Moments,
+    held_moments,
+    perturbed_moments,
+    tied,
+    weight_space,
+    weight_space_mean,
+)
 from numpyro_sgp.distributions import GaussianProcess
 from numpyro_sgp.families import AbstractPosteriorFamily
 from numpyro_sgp.features import as_finite_rank
@@ -24,6 +33,7 @@ __all__ = ["AutoWeightSpaceGP", "WeightSpace"]
 
 Parametrization = Literal["natural", "mean", "root", "averaged", "adversarial"]
 _PARAMETRIZATIONS = ("natural", "mean", "root", "averaged", "adversarial")
+_WITH_SUMS = ("natural", "mean")
 
 # R = 0 is a stationary point of the bound whatever the data say; this is a covariance within a percent of the prior.
 _START_OF_ROOT = 0.1
@@ -42,14 +52,18 @@ class WeightSpace(AbstractPosteriorFamily):
         root_scale: the unit of R; about √(N k/σ²) with k the prior variance of f, where an optimizer takes steps of a
             given length, as Adam does.
         memory_limit: bytes that a matrix of r × r may take for each latent; of such matrices a step has about ten.
+        refresh: after how many natural steps q(w) is made anew of the sums, "natural" or "mean". More than 1 holds it
+            in between, as a posterior of whitened weights, and those steps cost O(B r²) instead of O(r³ + B r²).
 
     Raises:
-        ValueError: an unknown parametrisation.
+        ValueError: an unknown parametrisation, or one without sums where `refresh` is more than 1; a number outside its
+            range.
     """
 
     parametrization: Parametrization = "natural"
     root_scale: float = 1.0
     memory_limit: float = 2.0**32
+    refresh: int = 1
     over_weights = True
 
     def __post_init__(self) -> None:
@@ -62,12 +76,20 @@ class WeightSpace(AbstractPosteriorFamily):
         if not self.root_scale > 0.0:
             msg = f"`root_scale` must be positive, got {self.root_scale!r}. The default is 1."
             raise ValueError(msg)
+        if positive("refresh", self.refresh, "The default is 1.") > 1 and self.parametrization not in _WITH_SUMS:
+            msg = (
+                f"`refresh` is for {_WITH_SUMS}, whose natural steps collect sums that q(w) is made of, got "
+                f"{self.refresh!r} with {self.parametrization!r}. Leave it out."
+            )
+            raise ValueError(msg)
 
     def moments(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         kernel, X = as_finite_rank(prior.kernel), prior.X
         self._check_size(jax.eval_shape(kernel.features, X).shape[-1], batch_shape, X.dtype)
-        if self.parametrization not in ("natural", "mean"):
+        if self.parametrization not in _WITH_SUMS:
             return self._with_mean(param, kernel, X, batch_shape)
+        if self.refresh > 1:
+            return self._held(param, kernel, X, batch_shape)
         Phi = kernel.features(X)
         if self.parametrization == "mean":
             return _mean_and_sums(param, kernel, Phi, batch_shape)
@@ -82,6 +104,15 @@ class WeightSpace(AbstractPosteriorFamily):
             return perturbed_moments(value, jax.lax.stop_gradient(q).projections(), q.moments)
         q = weight_space(sites.lambda1, sites.Lambda2, Phi, weight_precision(kernel, Phi))
         return perturbed_moments(value, jnp.swapaxes(Phi, -1, -2), q) if isinstance(value, Perturbed) else q
+
+    def _held(self, param: Callable, kernel: Any, X: Array, batch_shape: tuple[int, ...]) -> Moments:
+        Phi = whitened_features(kernel, X)
+        A, r, natural = jnp.swapaxes(Phi, -1, -2), Phi.shape[-1], self.parametrization == "natural"
+        m = None if natural else param("m", jnp.zeros((*batch_shape, r), X.dtype))
+        value = param("sites", HeldSites.zeros(batch_shape, r, X.dtype, int(self.refresh), with_mean=natural))
+        sites = sites_of(value)
+        q = held_moments(sites.m if m is None else m, sites.root, sites.divergence, A)
+        return perturbed_moments(value, A, q) if isinstance(value, Perturbed) else q
 
     def _with_mean(self, param: Callable, kernel: Any, X: Array, batch_shape: tuple[int, ...]) -> Moments:
         # In the whitened basis, where R and the identity of the prior are on one scale.
@@ -139,7 +170,9 @@ class AutoWeightSpaceGP(AbstractAutoSparseGP):
     The posterior is the exact one where the likelihood is Gaussian, and nothing is approximated by inducing inputs. On
     minibatches both steps of training are unbiased, whatever the size of the batch: `NaturalGradient` averages the sums
     Φᵀg and Φᵀdiag(β)Φ over steps, and the bound is linear in the data given q(w). Networks in the features (deep
-    kernels) are so trained on small batches. A step costs O(r³ + B r²).
+    kernels) are so trained on small batches. A step costs O(r³ + B r²), or with `refresh` O(B r²) and O(r³) once in so
+    many steps: where a batch has fewer rows than a kernel has features, most of the time, and the average is over many
+    batches anyway.
 
     Args:
         model: a NumPyro model whose GP sites have kernels of `numpyro_sgp.features`, or `Linear`, `Polynomial` and
@@ -151,10 +184,12 @@ class AutoWeightSpaceGP(AbstractAutoSparseGP):
         root_scale: the unit of the root R: see `WeightSpace`.
         memory_limit: bytes that a matrix of r × r may take for each latent.
         prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
+        refresh: after how many natural steps q(w) is made anew of the sums: see `WeightSpace`.
 
     Raises:
         TypeError: a kernel without features (when the guide is first run).
-        ValueError: an unknown parametrisation; a rank whose matrices do not fit (when the guide is first run).
+        ValueError: an unknown parametrisation, or one without sums where `refresh` is more than 1; a rank whose
+            matrices do not fit (when the guide is first run).
 
     References:
         Shoham and Avron (2025), "Unbiased stochastic optimization for Gaussian processes on finite dimensional RKHS":
@@ -171,8 +206,9 @@ class AutoWeightSpaceGP(AbstractAutoSparseGP):
         root_scale: float = 1.0,
         memory_limit: float = 2.0**32,
         prefix: str = "auto",
+        refresh: int = 1,
     ) -> None:
-        self._family = WeightSpace(parametrization, root_scale, memory_limit)
+        self._family = WeightSpace(parametrization, root_scale, memory_limit, refresh)
         super().__init__(model, base=base, prefix=prefix)
 
     def family(self, site: str) -> AbstractPosteriorFamily:

@@ -6,7 +6,7 @@ import pytest
 from scripts import ROOT, run
 
 # Scripts with a file for each part of what they measure.
-SEVERAL = {"finite_rank_tables": {"finite_rank_tables_linear", "finite_rank_tables_gaussian"}}
+SEVERAL = {"finite_rank_tables": {"finite_rank_tables_linear_2", "finite_rank_tables_gaussian_2"}}
 
 
 @pytest.mark.slow

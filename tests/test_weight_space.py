@@ -19,9 +19,11 @@ import oracles
 from problems import LIKELIHOODS, MEAN, NOISE, X_NEW, N, X, converged
 import pytest
 from scipy.optimize import minimize
+from scipy.special import gammaln
 
 import numpyro_sgp as sgp
 from numpyro_sgp import conditionals, features, kernels
+from numpyro_sgp.conditionals import HeldSites
 from numpyro_sgp.finite_rank import precision_matrix
 from numpyro_sgp.fitting.averages import warn_of_few_rows
 from numpyro_sgp.sites import TiedSites
@@ -48,7 +50,8 @@ KERNELS = {
     "expanded": lambda a, b: b * kernels.Linear(a) + kernels.Constant(0.3),
 }
 A, B = 0.9, 1.4
-FORMS = ["natural", "mean", "root"]
+FORMS = ["natural", "mean", "root", "natural, held", "mean, held"]
+HELD = 3
 
 
 @functools.cache
@@ -72,15 +75,34 @@ def y_of(likelihood="normal"):
     return LIKELIHOODS[likelihood].y
 
 
+def guide_of(model, form):
+    parametrization, _, held = form.partition(", ")
+    return sgp.AutoWeightSpaceGP(model, parametrization=parametrization, refresh=HELD if held else 1)
+
+
+def held_sites(m, Lambda2, *, with_mean):
+    """A posterior of whitened weights that is held, and sums that are not those it was made of."""
+    P = np.eye(len(m)) + Lambda2
+    L = np.linalg.cholesky(P)
+    divergence = 0.5 * (np.trace(np.linalg.inv(P)) - len(m) + np.linalg.slogdet(P)[1])
+    mean = m if with_mean else np.zeros(0)
+    arrays = (RNG.normal(size=mean.shape), 2.0 * Lambda2, mean, np.linalg.inv(L), np.asarray(divergence))
+    return HeldSites(*map(jnp.asarray, arrays), jnp.asarray(1), HELD)
+
+
 @functools.cache
 def set_up(name, form, likelihood="normal"):
     """Model, guide, and parameters away from the prior."""
     model = model_with(name, likelihood)
-    guide = sgp.AutoWeightSpaceGP(model, parametrization=form)
+    guide = guide_of(model, form)
     params = initial_parameters(model, guide, X, y_of(likelihood))
     r = rank(name)
     root = RNG.normal(size=(r, r))
-    if form == "root":
+    if form.endswith(", held"):
+        own = {"f_auto_sites": held_sites(RNG.normal(size=r), root @ root.T, with_mean=form.startswith("natural"))}
+        if form.startswith("mean"):
+            own["f_auto_m"] = RNG.normal(size=r)
+    elif form == "root":
         own = {"f_auto_m": RNG.normal(size=r), "f_auto_R": root}
     elif form == "mean":
         sites = TiedSites(jnp.zeros(0), jnp.asarray(root @ root.T))
@@ -110,6 +132,9 @@ def dense_posterior(name, params, a=A, b=B):
         R = np.tril(params["f_auto_R"])
         covariance = np.linalg.inv(L @ (np.eye(len(S)) + R @ R.T) @ L.T)
         return np.linalg.solve(L.T, params["f_auto_m"]), covariance
+    if isinstance(params["f_auto_sites"], HeldSites):  # of the whitened weights
+        root = np.linalg.solve(L.T, np.asarray(params["f_auto_sites"].root).T)
+        return np.linalg.solve(L.T, params.get("f_auto_m", params["f_auto_sites"].m)), root @ root.T
     lambda1, Lambda2 = np.asarray(params["f_auto_sites"].lambda1), np.asarray(params["f_auto_sites"].Lambda2)
     if "f_auto_m" in params:
         if name == "inducing":  # sites of the whitened weights
@@ -162,7 +187,7 @@ def test_moments_are_those_of_the_dense_gaussian_over_the_weights():
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [*((name, "natural") for name in KERNELS), *itertools.product(("map", "inducing"), ("mean", "root"))],
+    [*((name, "natural") for name in KERNELS), *itertools.product(("map", "inducing"), FORMS[1:])],
 )
 def test_the_loss_and_its_gradients_are_those_of_minus_the_dense_bound(name, form):
     likelihood = "student_t"
@@ -179,7 +204,15 @@ def test_the_loss_and_its_gradients_are_those_of_minus_the_dense_bound(name, for
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [("hilbert", "natural"), ("inducing", "natural"), ("hilbert", "mean"), ("inducing", "root")]
+    ("name", "form"),
+    [
+        ("hilbert", "natural"),
+        ("inducing", "natural"),
+        ("hilbert", "mean"),
+        ("inducing", "root"),
+        ("hilbert", "natural, held"),
+        ("inducing", "mean, held"),
+    ],
 )
 def test_the_posterior_the_process_and_drawn_functions_agree_at_new_inputs_after_pickling_too(name, form):
     _, guide, params = set_up(name, form)
@@ -262,6 +295,69 @@ def test_minibatch_steps_are_the_recursion_of_stochastic_compositional_gradient_
     assert_allclose(NOISE**2 * sites.lambda1, c, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("form", ["natural, held", "mean, held"])
+def test_a_posterior_is_held_while_sums_collect_what_the_next_one_is_made_of(form):
+    name, rho, outcomes = "hilbert", 0.3, y_of("poisson")
+    batches = [np.array(rows) for rows in ([0, 3], [5, 1], [6, 2], [3, 5], [2, 4], [1, 0], [4, 6])]
+
+    def model(X, y=None, num_data=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(KERNELS[name](A, B), X, MEAN))
+        with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
+            numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
+
+    guide = guide_of(model, form)
+    svi = SVI(model, guide, sgp.NaturalGradient(rho, frozen), sgp.QuadratureELBO(num_nodes=30))
+    state = svi.init(jax.random.key(0), X[:2], outcomes[:2], num_data=N)
+    Phi, S = parts(name)
+    Phi = Phi @ np.linalg.inv(np.linalg.cholesky(S)).T  # of whitened weights
+    r = Phi.shape[1]
+    own_mean = RNG.normal(size=r)
+    if form.startswith("mean"):
+        state = state._replace(
+            optim_state=svi.optim.init({**svi.optim.get_params(state.optim_state), "f_auto_m": jnp.asarray(own_mean)})
+        )
+    m, V = (own_mean if form.startswith("mean") else np.zeros(r)), np.eye(r)
+    lambda1, Lambda2 = np.zeros(r), np.zeros((r, r))
+    update = jax.jit(lambda state, X, y: svi.update(state, X, y, num_data=N))
+    for number, rows in enumerate(batches, 1):
+        state, loss = update(state, X[rows], outcomes[rows])
+        mean, variance = Phi[rows] @ m + MEAN, np.einsum("ni,ij,nj->n", Phi[rows], V, Phi[rows])
+        beta = np.exp(mean + 0.5 * variance)  # of E log Poisson(y | exp f) = y m − exp(m + v/2) − log y!
+        ell = outcomes[rows] * mean - beta - gammaln(outcomes[rows] + 1.0)
+        assert_allclose(loss, oracles.gaussian_kl(m, V, np.eye(r)) - N / 2 * np.sum(ell), rtol=1e-8)
+        target = outcomes[rows] - beta + beta * (mean - MEAN)
+        lambda1 = (1 - rho) * lambda1 + rho * N / 2 * Phi[rows].T @ target
+        Lambda2 = (1 - rho) * Lambda2 + rho * N / 2 * (Phi[rows].T * beta) @ Phi[rows]
+        if number % HELD == 0:
+            V = np.linalg.inv(np.eye(r) + Lambda2)
+            m = own_mean if form.startswith("mean") else V @ lambda1
+    assert sgp.num_refused(state) == 0
+    q = guide.posterior(jax.random.key(1), svi.get_params(state), X, num_data=N)["f"]
+    assert_allclose(q.mean, Phi @ m + MEAN, rtol=1e-8)
+    assert_allclose(q.covariance(), Phi @ V @ Phi.T, rtol=1e-7, atol=1e-9)
+
+
+def test_nothing_is_factorised_in_the_steps_between():
+    def outside_of_branches(program):
+        for equation in program.eqns:
+            yield equation.primitive.name
+            if equation.primitive.name == "cond":
+                continue
+            for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from outside_of_branches(inner)
+
+    factorisations = {}
+    for form in ("natural", "natural, held", "mean, held"):
+        model = model_with("map")
+        svi = SVI(model, guide_of(model, form), sgp.NaturalGradient(0.3, optax.adam(1e-2)), sgp.QuadratureELBO())
+        state = svi.init(jax.random.key(0), X, y_of())
+        program = jax.make_jaxpr(svi.update)(state, X, y_of()).jaxpr
+        factorisations[form] = list(outside_of_branches(program)).count("cholesky")
+    assert factorisations == {"natural": 1, "natural, held": 0, "mean, held": 0}
+
+
 @pytest.mark.parametrize("name", ["hilbert", "inducing"])
 def test_sums_beside_a_mean_of_its_own_take_the_same_steps_and_leave_the_mean_alone(name):
     model, guide, params = set_up(name, "mean", "poisson")
@@ -292,11 +388,14 @@ def test_a_row_whose_features_all_vanish_has_a_gradient_and_its_step_is_taken(fo
         with numpyro.plate("data", X.shape[0]):
             numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
 
-    guide = sgp.AutoWeightSpaceGP(model, parametrization=form)
+    guide = guide_of(model, form)
     r, params = 4, initial_parameters(model, guide, rows, y)
     m, root = RNG.normal(size=r), np.tril(RNG.normal(size=(r, r)))
     P = np.eye(r) / 1.3 + root @ root.T
-    if form == "root":  # of the whitened weights
+    if form.endswith(", held"):
+        sites = held_sites(m / 1.3**0.5, 1.3 * root @ root.T, with_mean=form.startswith("natural"))
+        own = {"f_auto_sites": sites} | ({"f_auto_m": m / 1.3**0.5} if form.startswith("mean") else {})
+    elif form == "root":  # of the whitened weights
         own = {"f_auto_m": m / 1.3**0.5, "f_auto_R": 1.3**0.5 * root}
     elif form == "mean":
         own = {"f_auto_m": m / 1.3**0.5, "f_auto_sites": TiedSites(jnp.zeros(0), jnp.asarray(root @ root.T))}
@@ -420,6 +519,17 @@ def test_a_rank_that_does_not_fit_into_memory_is_refused_before_anything_is_allo
 def test_an_unknown_parametrisation_is_refused():
     with pytest.raises(ValueError, match="`parametrization` must be one of"):
         sgp.AutoWeightSpaceGP(with_kernel(kernels.Linear()), parametrization="nautral")
+
+
+def test_a_posterior_is_held_only_where_it_is_made_of_sums_that_stay_positive():
+    model = with_kernel(kernels.Linear())
+    with pytest.raises(ValueError, match=r"`refresh` is for \('natural', 'mean'\).*got 5 with 'root'"):
+        sgp.AutoWeightSpaceGP(model, parametrization="root", refresh=5)
+    with pytest.raises(ValueError, match="`refresh` must be a positive integer, got 0"):
+        sgp.AutoWeightSpaceGP(model, refresh=0)
+    svi = SVI(model, sgp.AutoWeightSpaceGP(model, refresh=5), sgp.NaturalGradient(floor=None), sgp.QuadratureELBO())
+    with pytest.raises(ValueError, match=r"'f_auto_sites'.* `floor` of 0 or more, got None"):
+        svi.init(jax.random.key(0), X, y_of())
 
 
 def test_fit_warns_of_natural_steps_that_average_over_few_rows_for_the_rank():

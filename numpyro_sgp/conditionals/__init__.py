@@ -30,6 +30,7 @@ from numpyro_sgp.conditionals.dual import (
     natural_whitened,
     projected_at,
 )
+from numpyro_sgp.conditionals.held import HeldSites, held_moments
 from numpyro_sgp.conditionals.mean_and_root import unwhitened, whitened
 from numpyro_sgp.conditionals.moments import Moments, Projection, perturbed_moments, project, standard_deviation
 from numpyro_sgp.conditionals.row_sampled import (
@@ -59,6 +60,7 @@ from numpyro_sgp.conditionals.tied import Tie, Tied, tied
 from numpyro_sgp.conditionals.weight_space import weight_space, weight_space_mean
 
 __all__ = [
+    "HeldSites",
     "Inclusion",
     "Moments",
     "Projection",
@@ -80,6 +82,7 @@ __all__ = [
     "dual_per_datum",
     "dual_projected",
     "full",
+    "held_moments",
     "hybrid",
     "inclusion",
     "independent_covariance_loss",

@@ -47,11 +47,12 @@ __all__ = [
     "natural_mean",
     "natural_whitened",
     "projected_at",
+    "root_of_precision",
     "whitened_moments",
 ]
 
 
-def _root_of_precision(P: Array) -> tuple[Array, Array]:
+def root_of_precision(P: Array) -> tuple[Array, Array]:
     """Lower L_P with L_P L_Pᵀ = P ⪰ I, and its inverse; NaN where the rounding of the sites' sums swallows the prior.
 
     What the data say is then known so much better than the prior says, that I + Λ̃ no longer holds the prior: in float32
@@ -104,7 +105,7 @@ class Whitened(NamedTuple):
 def whitened_moments(lambda1: Array, Lambda2: Array, A: Array, kff: Array) -> Whitened:
     """The moments from whitened sites λ̃, (..., M), and Λ̃, (..., M, M); the arguments of `natural_whitened`."""
     M = lambda1.shape[-1]
-    L_P, L_P_inverse = _root_of_precision(jnp.eye(M, dtype=A.dtype) + Lambda2)
+    L_P, L_P_inverse = root_of_precision(jnp.eye(M, dtype=A.dtype) + Lambda2)
     T = lower_product(L_P_inverse, A)
     m = matvec_transposed(L_P_inverse, matvec(L_P_inverse, lambda1))
     trace = jnp.sum(L_P_inverse * L_P_inverse, axis=(-2, -1))
@@ -201,7 +202,7 @@ def natural_mean(lambda1: Array, Lambda2: Array) -> Array:
         lambda1: whitened λ̃, (..., M).
         Lambda2: whitened Λ̃, symmetric with I + Λ̃ positive definite, (..., M, M).
     """
-    L_P, _ = _root_of_precision(jnp.eye(lambda1.shape[-1], dtype=lambda1.dtype) + Lambda2)
+    L_P, _ = root_of_precision(jnp.eye(lambda1.shape[-1], dtype=lambda1.dtype) + Lambda2)
     return solve_lower_transposed(L_P, solve_lower(L_P, lambda1[..., None]))[..., 0]
 
 
@@ -306,7 +307,7 @@ def dense_weights(lambda1: Array, Lambda2: Array, K: Array) -> DenseWeights:
     """
     root = jnp.sqrt(Lambda2)
     B = jnp.eye(K.shape[-1], dtype=K.dtype) + root[..., :, None] * K * root[..., None, :]
-    L_B, L_B_inverse = _root_of_precision(B)
+    L_B, L_B_inverse = root_of_precision(B)
     empty = Lambda2 == 0.0
     alone, scaled = jnp.where(empty, lambda1, 0.0), jnp.where(empty, 0.0, lambda1 / jnp.where(empty, 1.0, root))
     half = solve_lower(L_B, (scaled - root * matvec(K, alone))[..., None])

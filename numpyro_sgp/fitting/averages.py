@@ -9,7 +9,7 @@ from numpyro.infer import SVI
 from numpyro_sgp.autoguide import AbstractAutoSparseGP
 from numpyro_sgp.optim import NaturalGradient
 from numpyro_sgp.optim.evaluating import scheduled
-from numpyro_sgp.sites import TiedSites
+from numpyro_sgp.sites import AbstractSites
 
 __all__ = ["warn_of_few_rows"]
 
@@ -40,7 +40,7 @@ def warn_of_few_rows(svi: SVI, state: Any, batch_size: int, rows: int, num_steps
     ranks = {
         name.removesuffix(suffix): value.Lambda2.shape[-1]
         for name, value in optim.get_params(state.optim_state).items()
-        if isinstance(value, TiedSites) and name.endswith(suffix)
+        if isinstance(value, AbstractSites) and name.endswith(suffix)
     }
     ranks = {site: rank for site, rank in ranks.items() if guide.family(site).over_weights}
     if not ranks:

@@ -145,6 +145,15 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
                 "`AutoSVGP(natural=True)` as the guide, or give SVI a plain optax optimizer."
             )
             raise ValueError(msg)
+        if self.floor is None or self.floor < 0.0:
+            for name, value in sites.items():
+                if value.needs_floor:
+                    msg = (
+                        f"The posterior of the sites {name!r} is made of the sums of several steps, for which "
+                        f"`NaturalGradient` needs a `floor` of 0 or more, got {self.floor}. Leave `floor` out, or "
+                        "`refresh` of the guide."
+                    )
+                    raise ValueError(msg)
         others_state = self.others.init(others)
         dtype = next(iter(sites.values())).lambda1.dtype
         state = NaturalGradientState(

@@ -1,0 +1,105 @@
+"""q(w) held for some steps while the sums over the data go on: r³ operations once in so many steps.
+
+In whitened weights v ~ N(0, I), f = Aᵀv, neither the prior nor q(v) = N(m, P⁻¹) depends on hyperparameters. So q(v) can
+stay while features learn and sums over the data collect what q(v) = N(P⁻¹λ̃, P⁻¹), P = I + Λ̃, is next made of. A step
+costs O(B r²) then. The bound is that of the q(v) that is held, whatever its age; what the sums collect is a natural
+step from it with all rows seen in between.
+"""
+
+import dataclasses
+
+import jax
+from jax import Array, lax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+import numpy as np
+
+from numpyro_sgp.conditionals.dual import root_of_precision
+from numpyro_sgp.conditionals.moments import Moments
+from numpyro_sgp.conditionals.weight_space import tempering
+from numpyro_sgp.eager import as_one_program
+from numpyro_sgp.linalg import diagonal, log_determinant, lower_product, matvec, matvec_transposed
+from numpyro_sgp.sites import AbstractSites, Perturbation
+
+__all__ = ["HeldSites", "held_moments"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeldSites(AbstractSites):
+    """Sums over the data, and the posterior that was last made of them.
+
+    Args:
+        lambda1: λ̃ = Σ_i g_i A_i, (..., r), or (..., 0) where the mean is a parameter of its own.
+        Lambda2: Λ̃ = Σ_i β_i A_i A_iᵀ, (..., r, r).
+        m: mean of the whitened weights, with the shape of `lambda1`.
+        root: lower triangular L_P⁻¹ with L_P L_Pᵀ = P, (..., r, r).
+        divergence: ½ [tr P⁻¹ − r + log|P|], what the covariance adds to KL(q(v) ‖ p(v)), (...).
+        steps: how many natural steps were taken.
+        refresh: after how many of them the posterior is made anew.
+    """
+
+    lambda1: Array
+    Lambda2: Array
+    m: Array
+    root: Array
+    divergence: Array
+    steps: Array
+    refresh: int = dataclasses.field(metadata={"static": True})
+
+    # Sums that have no posterior would be found out only when it is made, and steps back from there lead nowhere.
+    needs_floor = True
+
+    @classmethod
+    def zeros(
+        cls, batch_shape: tuple[int, ...], r: int, dtype: jax.typing.DTypeLike, refresh: int, *, with_mean: bool
+    ) -> "HeldSites":
+        """Sites that change nothing: q is the prior."""
+        # NumPy's, since for each shape of its own JAX would compile a program; in buffers of their own, to be donated.
+        shape, matrix = (*batch_shape, r if with_mean else 0), (*batch_shape, r, r)
+        return cls(
+            lambda1=jnp.array(np.zeros(shape, dtype)),
+            Lambda2=jnp.array(np.zeros(matrix, dtype)),
+            m=jnp.array(np.zeros(shape, dtype)),
+            root=jnp.array(np.broadcast_to(np.eye(r, dtype=dtype), matrix)),
+            divergence=jnp.array(np.zeros(batch_shape, dtype)),
+            steps=jnp.array(np.zeros((), np.int32)),
+            refresh=refresh,
+        )
+
+    def natural_step(self, direction: Perturbation, step_size: ArrayLike) -> "HeldSites":
+        """The step of the sums, and after each `refresh` of them the posterior of these."""
+        moved = super().natural_step(direction, step_size)
+        assert isinstance(moved, HeldSites)
+        steps = self.steps + 1
+        m, root, divergence = lax.cond(
+            steps % self.refresh == 0,
+            lambda: _posterior(moved.lambda1, moved.Lambda2),
+            lambda: (self.m, self.root, self.divergence),
+        )
+        return dataclasses.replace(moved, m=m, root=root, divergence=divergence, steps=steps)
+
+
+def _posterior(lambda1: Array, Lambda2: Array) -> tuple[Array, Array, Array]:
+    """m, L_P⁻¹ and ½ [tr P⁻¹ − r + log|P|] of q(v) ∝ N(v | 0, I) exp(α (λ̃ᵀv − ½ vᵀΛ̃v)); see `tempering` for α."""
+    r = Lambda2.shape[-1]
+    alpha = tempering(jnp.sum(diagonal(Lambda2), axis=-1))
+    L, root = root_of_precision(jnp.eye(r, dtype=Lambda2.dtype) + alpha[..., None, None] * Lambda2)
+    divergence = 0.5 * (jnp.sum(root * root, axis=(-2, -1)) - r + log_determinant(L))
+    if not lambda1.shape[-1]:
+        return lambda1, root, divergence
+    return matvec_transposed(root, matvec(root, alpha[..., None] * lambda1)), root, divergence
+
+
+@as_one_program
+def held_moments(m: Array, root: Array, divergence: Array, A: Array) -> Moments:
+    """m_i = A_iᵀm, v_i = |L_P⁻¹A_i|², and the divergence.
+
+    Args:
+        m: mean of the whitened weights, (..., r).
+        root: L_P⁻¹, (..., r, r).
+        divergence: what the covariance adds to the divergence, (...).
+        A: features of independent weights with variance one, (..., r, N).
+    """
+    T = lower_product(root, A)
+    return Moments(matvec_transposed(A, m), jnp.sum(T * T, axis=-2), divergence + 0.5 * jnp.sum(m * m, axis=-1), A, T)
