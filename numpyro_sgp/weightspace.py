@@ -76,7 +76,8 @@ class WeightSpace(AbstractPosteriorFamily):
         if not self.root_scale > 0.0:
             msg = f"`root_scale` must be positive, got {self.root_scale!r}. The default is 1."
             raise ValueError(msg)
-        if positive("refresh", self.refresh, "The default is 1.") > 1 and self.parametrization not in _WITH_SUMS:
+        object.__setattr__(self, "refresh", positive("refresh", self.refresh, "The default is 1."))
+        if self.refresh > 1 and self.parametrization not in _WITH_SUMS:
             msg = (
                 f"`refresh` is for {_WITH_SUMS}, whose natural steps collect sums that q(w) is made of, got "
                 f"{self.refresh!r} with {self.parametrization!r}. Leave it out."
@@ -92,9 +93,10 @@ class WeightSpace(AbstractPosteriorFamily):
             return self._held(param, kernel, X, batch_shape)
         Phi = kernel.features(X)
         if self.parametrization == "mean":
-            return _mean_and_sums(param, kernel, Phi, batch_shape)
+            return self._mean_and_sums(param, kernel, Phi, batch_shape)
         value = param("sites", TiedSites.zeros(batch_shape, Phi.shape[-1], X.dtype))
         sites = sites_of(value)
+        self._check_kind(sites)
         if has_correlated_weights(kernel):
             # Sites as sums of S⁻¹φ_i, functions of u = S w, stay closer to what they were while hyperparameters move.
             Kuf = jnp.swapaxes(Phi, -1, -2)
@@ -109,8 +111,9 @@ class WeightSpace(AbstractPosteriorFamily):
         Phi = whitened_features(kernel, X)
         A, r, natural = jnp.swapaxes(Phi, -1, -2), Phi.shape[-1], self.parametrization == "natural"
         m = None if natural else param("m", jnp.zeros((*batch_shape, r), X.dtype))
-        value = param("sites", HeldSites.zeros(batch_shape, r, X.dtype, int(self.refresh), with_mean=natural))
+        value = param("sites", lambda _: HeldSites.zeros(batch_shape, r, X.dtype, self.refresh, with_mean=natural))
         sites = sites_of(value)
+        self._check_kind(sites)
         q = held_moments(sites.m if m is None else m, sites.root, sites.divergence, A)
         return perturbed_moments(value, A, q) if isinstance(value, Perturbed) else q
 
@@ -137,6 +140,31 @@ class WeightSpace(AbstractPosteriorFamily):
             param("B", Adversary(jnp.broadcast_to(-identity / (1.2 * r**0.5), (*batch_shape, r, r))))
         return weight_space_mean(m, Lambda2, Phi, jnp.ones(r, Phi.dtype))
 
+    def _mean_and_sums(self, param: Callable, kernel: Any, Phi: Array, batch_shape: tuple[int, ...]) -> Moments:
+        whitened = whiten_features(kernel, Phi)
+        r, dtype = Phi.shape[-1], Phi.dtype
+        m = param("m", jnp.zeros((*batch_shape, r), dtype))
+        none = jnp.zeros((*batch_shape, 0), dtype)
+        value = param("sites", TiedSites(none, jnp.zeros((*batch_shape, r, r), dtype)))
+        self._check_kind(sites_of(value))
+        # The sums are over the features themselves, which the variance of a kernel does not move.
+        basis, s = (
+            (whitened, jnp.ones(r, dtype)) if has_correlated_weights(kernel) else (Phi, weight_precision(kernel, Phi))
+        )
+        q = weight_space(jnp.zeros_like(m), sites_of(value).Lambda2, basis, s)
+        q = q._replace(mean=matvec(whitened, m), kl=q.kl + 0.5 * jnp.sum(m * m, axis=-1))
+        return perturbed_moments(value, jnp.swapaxes(basis, -1, -2), q) if isinstance(value, Perturbed) else q
+
+    def _check_kind(self, sites: Any) -> None:
+        """Raise where sites come from a guide with another `refresh`: their sums are in another basis."""
+        refresh = sites.refresh if isinstance(sites, HeldSites) else 1
+        if refresh != self.refresh:
+            msg = (
+                f"The parameters are those of a guide with `refresh={refresh}`, and this guide has "
+                f"`refresh={self.refresh}`. Give it the same."
+            )
+            raise ValueError(msg)
+
     def _check_size(self, r: int, batch_shape: tuple[int, ...], dtype: Any) -> None:
         size = r * r * jnp.finfo(dtype).bits // 8
         if size > self.memory_limit:
@@ -147,21 +175,6 @@ class WeightSpace(AbstractPosteriorFamily):
                 f"a guide with inducing inputs; `memory_limit={float(size):.3g}` if the device has that much."
             )
             raise ValueError(msg)
-
-
-def _mean_and_sums(param: Callable, kernel: Any, Phi: Array, batch_shape: tuple[int, ...]) -> Moments:
-    whitened = whiten_features(kernel, Phi)
-    r, dtype = Phi.shape[-1], Phi.dtype
-    m = param("m", jnp.zeros((*batch_shape, r), dtype))
-    none = jnp.zeros((*batch_shape, 0), dtype)
-    value = param("sites", TiedSites(none, jnp.zeros((*batch_shape, r, r), dtype)))
-    # The sums are over the features themselves, which the variance of a kernel does not move.
-    basis, s = (
-        (whitened, jnp.ones(r, dtype)) if has_correlated_weights(kernel) else (Phi, weight_precision(kernel, Phi))
-    )
-    q = weight_space(jnp.zeros_like(m), sites_of(value).Lambda2, basis, s)
-    q = q._replace(mean=matvec(whitened, m), kl=q.kl + 0.5 * jnp.sum(m * m, axis=-1))
-    return perturbed_moments(value, jnp.swapaxes(basis, -1, -2), q) if isinstance(value, Perturbed) else q
 
 
 class AutoWeightSpaceGP(AbstractAutoSparseGP):

@@ -48,7 +48,9 @@ def svi_of(kind):
         guide, optim = sgp.AutoDecoupledGP(own, X, Z), sgp.DualAscent(1e-3, adam)
     else:
         own = partial(model, rank=20)
-        if kind == "rows":
+        if kind == "held":
+            guide, optim = sgp.AutoWeightSpaceGP(own, refresh=2), sgp.NaturalGradient(0.1, adam)
+        elif kind == "rows":
             guide, optim = sgp.AutoQSGP(own, basis_batch=8, inducing=Z), sgp.RowSparse(0.1, adam)
         else:
             guide = sgp.AutoWeightSpaceGP(own, parametrization="adversarial")
@@ -59,7 +61,7 @@ def svi_of(kind):
 KINDS = ["natural", "growing", "dual", "rows", "adversarial"]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "per_datum", "dense"])
+@pytest.mark.parametrize("kind", [*KINDS, "per_datum", "dense", "held"])
 def test_a_fresh_state_can_be_donated(kind):
     svi = svi_of(kind)
     wanted, loss = jax.jit(svi.update)(svi.init(jax.random.key(0), X, Y), X, Y)

@@ -532,6 +532,16 @@ def test_a_posterior_is_held_only_where_it_is_made_of_sums_that_stay_positive():
         svi.init(jax.random.key(0), X, y_of())
 
 
+@pytest.mark.parametrize("form", ["natural", "mean"])
+def test_parameters_of_a_guide_with_another_refresh_are_refused(form):
+    model = model_with("map")
+    held, plain = guide_of(model, f"{form}, held"), guide_of(model, form)
+    for guide, other, message in ((held, plain, "`refresh=3`.*`refresh=1`"), (plain, held, "`refresh=1`.*`refresh=3`")):
+        params = initial_parameters(model, guide, X, y_of())
+        with pytest.raises(ValueError, match=f"those of a guide with {message}"):
+            other.posterior(jax.random.key(0), params, X)
+
+
 def test_fit_warns_of_natural_steps_that_average_over_few_rows_for_the_rank():
     model = model_with("expanded")  # of rank 3
 
