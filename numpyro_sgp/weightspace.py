@@ -54,6 +54,7 @@ class WeightSpace(AbstractPosteriorFamily):
         memory_limit: bytes that a matrix of r × r may take for each latent; of such matrices a step has about ten.
         refresh: after how many natural steps q(w) is made anew of the sums, "natural" or "mean". More than 1 holds it
             in between, as a posterior of whitened weights, and those steps cost O(B r²) instead of O(r³ + B r²).
+            Predictions are those of the posterior that is held.
 
     Raises:
         ValueError: an unknown parametrisation, or one without sums where `refresh` is more than 1; a number outside its
@@ -114,7 +115,7 @@ class WeightSpace(AbstractPosteriorFamily):
         value = param("sites", lambda _: HeldSites.zeros(batch_shape, r, X.dtype, self.refresh, with_mean=natural))
         sites = sites_of(value)
         self._check_kind(sites)
-        q = held_moments(sites.m if m is None else m, sites.root, sites.divergence, A)
+        q = held_moments(sites, m, A)
         return perturbed_moments(value, A, q) if isinstance(value, Perturbed) else q
 
     def _with_mean(self, param: Callable, kernel: Any, X: Array, batch_shape: tuple[int, ...]) -> Moments:

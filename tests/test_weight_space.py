@@ -87,7 +87,7 @@ def held_sites(m, Lambda2, *, with_mean):
     divergence = 0.5 * (np.trace(np.linalg.inv(P)) - len(m) + np.linalg.slogdet(P)[1])
     mean = m if with_mean else np.zeros(0)
     arrays = (RNG.normal(size=mean.shape), 2.0 * Lambda2, mean, np.linalg.inv(L), np.asarray(divergence))
-    return HeldSites(*map(jnp.asarray, arrays), jnp.asarray(1), HELD)
+    return HeldSites(*map(jnp.asarray, arrays), jnp.asarray(1.0), HELD)
 
 
 @functools.cache
@@ -530,6 +530,11 @@ def test_a_posterior_is_held_only_where_it_is_made_of_sums_that_stay_positive():
     svi = SVI(model, sgp.AutoWeightSpaceGP(model, refresh=5), sgp.NaturalGradient(floor=None), sgp.QuadratureELBO())
     with pytest.raises(ValueError, match=r"'f_auto_sites'.* `floor` of 0 or more, got None"):
         svi.init(jax.random.key(0), X, y_of())
+    for parametrization in ("natural", "mean"):
+        guide = sgp.AutoWeightSpaceGP(model, parametrization=parametrization, refresh=5)
+        svi = SVI(model, guide, optax.adam(1e-2), sgp.QuadratureELBO())
+        with pytest.raises(TypeError, match=r"Use `NaturalGradient`, or leave out `refresh`"):
+            svi.update(svi.init(jax.random.key(0), X, y_of()), X, y_of())
 
 
 @pytest.mark.parametrize("form", ["natural", "mean"])

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 import numpy as np
 
 from numpyro_sgp.conditionals.dual import root_of_precision
-from numpyro_sgp.conditionals.moments import Moments
+from numpyro_sgp.conditionals.moments import Moments, given_tangents, tangents_like
 from numpyro_sgp.conditionals.weight_space import tempering
 from numpyro_sgp.eager import as_one_program
 from numpyro_sgp.linalg import diagonal, log_determinant, lower_product, matvec, matvec_transposed
@@ -35,7 +35,7 @@ class HeldSites(AbstractSites):
         m: mean of the whitened weights, with the shape of `lambda1`.
         root: lower triangular L_P⁻¹ with L_P L_Pᵀ = P, (..., r, r).
         divergence: ½ [tr P⁻¹ − r + log|P|], what the covariance adds to KL(q(v) ‖ p(v)), (...).
-        steps: how many natural steps were taken.
+        age: how many natural steps were taken since.
         refresh: after how many of them the posterior is made anew.
     """
 
@@ -44,7 +44,7 @@ class HeldSites(AbstractSites):
     m: Array
     root: Array
     divergence: Array
-    steps: Array
+    age: Array  # no integer, which optimizers that take gradients of all parameters would not say why they refuse
     refresh: int = dataclasses.field(metadata={"static": True})
 
     # Sums that have no posterior would be found out only when it is made, and steps back from there lead nowhere.
@@ -63,7 +63,7 @@ class HeldSites(AbstractSites):
             m=jnp.array(np.zeros(shape, dtype)),
             root=jnp.array(np.broadcast_to(np.eye(r, dtype=dtype), matrix)),
             divergence=jnp.array(np.zeros(batch_shape, dtype)),
-            steps=jnp.array(np.zeros((), np.int32)),
+            age=jnp.array(np.zeros((), dtype)),
             refresh=refresh,
         )
 
@@ -71,13 +71,14 @@ class HeldSites(AbstractSites):
         """The step of the sums, and after each `refresh` of them the posterior of these."""
         moved = super().natural_step(direction, step_size)
         assert isinstance(moved, HeldSites)
-        steps = self.steps + 1
+        due = self.age + 1 >= self.refresh
         m, root, divergence = lax.cond(
-            steps % self.refresh == 0,
+            due,
             lambda: _posterior(moved.lambda1, moved.Lambda2),
             lambda: (self.m, self.root, self.divergence),
         )
-        return dataclasses.replace(moved, m=m, root=root, divergence=divergence, steps=steps)
+        age = jnp.where(due, 0, self.age + 1).astype(self.age.dtype)
+        return dataclasses.replace(moved, m=m, root=root, divergence=divergence, age=age)
 
 
 def _posterior(lambda1: Array, Lambda2: Array) -> tuple[Array, Array, Array]:
@@ -91,15 +92,39 @@ def _posterior(lambda1: Array, Lambda2: Array) -> tuple[Array, Array, Array]:
     return matvec_transposed(root, matvec(root, alpha[..., None] * lambda1)), root, divergence
 
 
+@jax.custom_jvp
+def _fixed(*parts: Array) -> tuple[Array, ...]:
+    """The parts of a posterior that is held, which nothing trains but the sums that it is made of."""
+    return parts
+
+
+def _fixed_jvp(primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
+    if any(tangent is not None for tangent in given_tangents(tangents)):
+        msg = (
+            "A posterior that is held for several steps is made of the sums of natural steps, and an optimizer that "
+            "takes gradients of all parameters does not make them. Use `NaturalGradient`, or leave out `refresh` of "
+            "the guide."
+        )
+        raise TypeError(msg)
+    return primals, tangents_like(primals, [None] * len(primals))
+
+
+_fixed.defjvp(_fixed_jvp, symbolic_zeros=True)
+
+
 @as_one_program
-def held_moments(m: Array, root: Array, divergence: Array, A: Array) -> Moments:
+def held_moments(sites: HeldSites, m: Array | None, A: Array) -> Moments:
     """m_i = A_iᵀm, v_i = |L_P⁻¹A_i|², and the divergence.
 
     Args:
-        m: mean of the whitened weights, (..., r).
-        root: L_P⁻¹, (..., r, r).
-        divergence: what the covariance adds to the divergence, (...).
+        sites: with the posterior.
+        m: mean of the whitened weights, (..., r), where it is a parameter of its own.
         A: features of independent weights with variance one, (..., r, N).
+
+    Raises:
+        TypeError: the sites are differentiated.
     """
+    held, root, divergence = _fixed(sites.m, sites.root, sites.divergence)
+    m = held if m is None else m
     T = lower_product(root, A)
     return Moments(matvec_transposed(A, m), jnp.sum(T * T, axis=-2), divergence + 0.5 * jnp.sum(m * m, axis=-1), A, T)
