@@ -54,13 +54,18 @@ class AbstractSites:
     def _scale(self) -> Array:
         return jnp.zeros(self.lambda1.shape[:-1], self.lambda1.dtype)
 
-    def natural_step(self, direction: "Perturbation", step_size: ArrayLike) -> "AbstractSites":
+    def natural_step(
+        self, direction: "Perturbation", step_size: ArrayLike, damping: ArrayLike = 1.0
+    ) -> "AbstractSites":
         """λ₁ ← λ₁ − ρ ∂loss/∂ε₁ and −½Λ₂ ← −½Λ₂ − ρ ∂loss/∂ε₂.
 
         Args:
             direction: ∂loss/∂ε at 0, with the fields of a perturbation, for a loss that has the divergence once.
             step_size: ρ in (0, 1]; 1 replaces the sites by their targets.
+            damping: the part of ρ that steps refused before have left of it, for sites whose posterior takes other
+                steps than they do.
         """
+        del damping
         start = self if direction.moved is None else direction.moved
         step_size = jnp.asarray(step_size, self.lambda1.dtype)  # sites of one model may have several dtypes
         return dataclasses.replace(

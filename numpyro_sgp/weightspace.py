@@ -53,7 +53,8 @@ class WeightSpace(AbstractPosteriorFamily):
             given length, as Adam does.
         memory_limit: bytes that a matrix of r × r may take for each latent; of such matrices a step has about ten.
         refresh: after how many natural steps q(w) is made anew of the sums, "natural" or "mean". More than 1 holds it
-            in between, as a posterior of whitened weights, and those steps cost O(B r²) instead of O(r³ + B r²).
+            in between, as a posterior of whitened weights, and those steps cost O(B r²) instead of O(r³ + B r²) where
+            the prior's weights are independent (`InducingBasis` has others, whose whitening costs r³ in each step).
             Predictions are those of the posterior that is held.
 
     Raises:
@@ -97,7 +98,7 @@ class WeightSpace(AbstractPosteriorFamily):
             return self._mean_and_sums(param, kernel, Phi, batch_shape)
         value = param("sites", TiedSites.zeros(batch_shape, Phi.shape[-1], X.dtype))
         sites = sites_of(value)
-        self._check_kind(sites)
+        self._check_kind(value)
         if has_correlated_weights(kernel):
             # Sites as sums of S⁻¹φ_i, functions of u = S w, stay closer to what they were while hyperparameters move.
             Kuf = jnp.swapaxes(Phi, -1, -2)
@@ -114,7 +115,7 @@ class WeightSpace(AbstractPosteriorFamily):
         m = None if natural else param("m", jnp.zeros((*batch_shape, r), X.dtype))
         value = param("sites", lambda _: HeldSites.zeros(batch_shape, r, X.dtype, self.refresh, with_mean=natural))
         sites = sites_of(value)
-        self._check_kind(sites)
+        self._check_kind(value)
         q = held_moments(sites, m, A)
         return perturbed_moments(value, A, q) if isinstance(value, Perturbed) else q
 
@@ -147,7 +148,7 @@ class WeightSpace(AbstractPosteriorFamily):
         m = param("m", jnp.zeros((*batch_shape, r), dtype))
         none = jnp.zeros((*batch_shape, 0), dtype)
         value = param("sites", TiedSites(none, jnp.zeros((*batch_shape, r, r), dtype)))
-        self._check_kind(sites_of(value))
+        self._check_kind(value)
         # The sums are over the features themselves, which the variance of a kernel does not move.
         basis, s = (
             (whitened, jnp.ones(r, dtype)) if has_correlated_weights(kernel) else (Phi, weight_precision(kernel, Phi))
@@ -156,10 +157,16 @@ class WeightSpace(AbstractPosteriorFamily):
         q = q._replace(mean=matvec(whitened, m), kl=q.kl + 0.5 * jnp.sum(m * m, axis=-1))
         return perturbed_moments(value, jnp.swapaxes(basis, -1, -2), q) if isinstance(value, Perturbed) else q
 
-    def _check_kind(self, sites: Any) -> None:
-        """Raise where sites come from a guide with another `refresh`: their sums are in another basis."""
+    def _check_kind(self, value: Any) -> None:
+        """Raise where sites come from a guide that holds its posterior otherwise.
+
+        Sums of whitened features, in `HeldSites`, are in another basis; and an optimizer goes by the number that is in
+        the sites.
+        """
+        sites = sites_of(value)
         refresh = sites.refresh if isinstance(sites, HeldSites) else 1
-        if refresh != self.refresh:
+        same = refresh == self.refresh if isinstance(value, Perturbed) else (refresh > 1) == (self.refresh > 1)
+        if not same:
             msg = (
                 f"The parameters are those of a guide with `refresh={refresh}`, and this guide has "
                 f"`refresh={self.refresh}`. Give it the same."
@@ -185,8 +192,8 @@ class AutoWeightSpaceGP(AbstractAutoSparseGP):
     minibatches both steps of training are unbiased, whatever the size of the batch: `NaturalGradient` averages the sums
     Φᵀg and Φᵀdiag(β)Φ over steps, and the bound is linear in the data given q(w). Networks in the features (deep
     kernels) are so trained on small batches. A step costs O(r³ + B r²), or with `refresh` O(B r²) and O(r³) once in so
-    many steps: where a batch has fewer rows than a kernel has features, most of the time, and the average is over many
-    batches anyway.
+    many steps, for weights that are independent in the prior: where a batch has fewer rows than a kernel has features,
+    the r³ are most of the time, and the average is over many batches anyway.
 
     Args:
         model: a NumPyro model whose GP sites have kernels of `numpyro_sgp.features`, or `Linear`, `Polynomial` and

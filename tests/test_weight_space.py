@@ -1,5 +1,6 @@
 """Posteriors over the weights of kernels of finite rank: against dense Gaussians, the evidence, and t-SVGP."""
 
+import dataclasses
 import functools
 import itertools
 import pickle
@@ -25,7 +26,7 @@ import numpyro_sgp as sgp
 from numpyro_sgp import conditionals, features, kernels
 from numpyro_sgp.conditionals import HeldSites
 from numpyro_sgp.finite_rank import precision_matrix
-from numpyro_sgp.fitting.averages import warn_of_few_rows
+from numpyro_sgp.fitting.averages import warn_of_averages
 from numpyro_sgp.sites import TiedSites
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
@@ -337,6 +338,71 @@ def test_a_posterior_is_held_while_sums_collect_what_the_next_one_is_made_of(for
     assert_allclose(q.covariance(), Phi @ V @ Phi.T, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("length", [1.0, 0.3])
+def test_a_posterior_is_made_that_part_of_the_way_from_the_one_held_to_that_of_the_sums(length):
+    r, m, root = 4, RNG.normal(size=4), RNG.normal(size=(4, 4))
+    sites = dataclasses.replace(held_sites(m, root @ root.T, with_mean=True), age=jnp.asarray(HELD - 1.0))
+    new = sites.natural_step(sites.perturbation(for_step=False), 0.5, length)  # zeros are no step of the sums
+    held, whole = np.eye(r) + root @ root.T, np.eye(r) + np.asarray(sites.Lambda2)
+    P, lambda1 = held + length * (whole - held), held @ m + length * (np.asarray(sites.lambda1) - held @ m)
+    V = np.linalg.inv(P)
+    assert_allclose(new.m, V @ lambda1, rtol=1e-9)
+    assert_allclose(new.root.T @ new.root, V, rtol=1e-9)
+    kl = oracles.gaussian_kl(V @ lambda1, V, np.eye(r))
+    assert_allclose(new.divergence + 0.5 * np.sum(np.square(new.m)), kl, rtol=1e-9)
+    assert new.age == 0.0
+
+
+def test_a_posterior_at_which_the_loss_is_not_finite_is_made_of_the_sums_by_shorter_steps():
+    # Half of the way to the targets from the prior, some rates are negative.
+    rng = np.random.default_rng(0)
+    inputs = rng.uniform(-1.0, 1.0, (40, 1))
+    counts = np.tile(rng.poisson(1.5 + np.sin(3.0 * inputs[:, 0])), 10)
+    inputs = np.tile(inputs, (10, 1))
+
+    def model(X, y=None):
+        kernel = features.HilbertSpace(kernels.SquaredExponential(0.5, 0.25), (4,), (-2.0, 2.0))
+        f = numpyro.sample("f", sgp.GaussianProcess(kernel, X, 5.0))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Poisson(f, validate_args=False), obs=y)
+
+    ends = []
+    for refresh in (1, 4):
+        guide = sgp.AutoWeightSpaceGP(model, refresh=refresh)
+        svi = SVI(model, guide, sgp.NaturalGradient(0.5, frozen), sgp.QuadratureELBO(num_nodes=8))
+        state = svi.init(jax.random.key(0), inputs, counts)
+        state, losses = jax.jit(
+            lambda state, svi=svi: jax.lax.scan(lambda s, _: svi.update(s, inputs, counts), state, length=120)
+        )(state)
+        assert 0 < sgp.num_refused(state) < 20
+        assert np.isnan(losses).any()
+        ends.append(losses[-1])
+        if refresh > 1:
+            # A loss that is not finite takes back the step before, too, and neither counts for a refresh.
+            assert svi.get_params(state)["f_auto_sites"].age == (120 - 2 * sgp.num_refused(state)) % refresh
+    assert_allclose(ends[1], ends[0], rtol=1e-6)
+    assert losses[0] - ends[1] > 100.0
+
+
+@pytest.mark.parametrize("options", [{"e_steps": 2}, {"in_turn": True}, {"e_steps": 2, "m_steps": 2, "in_turn": True}])
+def test_several_natural_steps_of_two_posteriors_that_are_held_lead_where_those_of_one_do(options):
+    def model(X, y=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(KERNELS["hilbert"](A, B), X))
+        g = numpyro.sample("g", sgp.GaussianProcess(KERNELS["inducing"](A, B), X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f + g, NOISE), obs=y)
+
+    bounds = []
+    for refresh in (1, 3):
+        guide = sgp.AutoWeightSpaceGP(model, refresh=refresh)
+        optim = sgp.NaturalGradient(0.5, frozen, **(options if refresh > 1 else {"in_turn": True}))
+        svi = SVI(model, guide, optim, sgp.QuadratureELBO())
+        state = converged(svi, svi.init(jax.random.key(0), X, y_of()), 150 * refresh, X, y_of())
+        assert sgp.num_refused(state) == 0
+        bounds.append(svi.evaluate(state, X, y_of()))
+    assert_allclose(bounds[1], bounds[0], rtol=1e-8)
+
+
 def test_nothing_is_factorised_in_the_steps_between():
     def outside_of_branches(program):
         for equation in program.eqns:
@@ -468,7 +534,8 @@ def test_training_on_all_data_reaches_the_maximum_of_the_evidence(form):
 # Plates.
 
 
-def test_a_plate_of_latents_has_weights_for_each():
+@pytest.mark.parametrize("refresh", [1, 2])
+def test_a_plate_of_latents_has_weights_for_each(refresh):
     C = 3
     Y = RNG.normal(size=(C, N))
 
@@ -478,8 +545,8 @@ def test_a_plate_of_latents_has_weights_for_each():
         with numpyro.plate("class", C, dim=-2), numpyro.plate("data", X.shape[0], dim=-1):
             numpyro.sample("y", dist.Normal(f, NOISE), obs=Y)
 
-    guide = sgp.AutoWeightSpaceGP(model)
-    params = stepped(model, guide, {}, 1.0, X, Y)
+    guide = sgp.AutoWeightSpaceGP(model, refresh=refresh)
+    params = stepped(model, guide, {}, 1.0, X, Y, steps=refresh)
     Phi, S = parts("fourier")
     covariance = Phi @ np.linalg.solve(S, Phi.T) + NOISE**2 * np.eye(N)
     expected = sum(oracles.gaussian_log_density(row, 0.0, covariance) for row in Y)
@@ -533,7 +600,7 @@ def test_a_posterior_is_held_only_where_it_is_made_of_sums_that_stay_positive():
     for parametrization in ("natural", "mean"):
         guide = sgp.AutoWeightSpaceGP(model, parametrization=parametrization, refresh=5)
         svi = SVI(model, guide, optax.adam(1e-2), sgp.QuadratureELBO())
-        with pytest.raises(TypeError, match=r"Use `NaturalGradient`, or leave out `refresh`"):
+        with pytest.raises(TypeError, match=r"Use `NaturalGradient`, or leave out `refresh` of"):
             svi.update(svi.init(jax.random.key(0), X, y_of()), X, y_of())
 
 
@@ -558,7 +625,7 @@ def test_fit_warns_of_natural_steps_that_average_over_few_rows_for_the_rank():
         svi, state = SVI(model, guide, sgp.NaturalGradient(step_size), sgp.QuadratureELBO()), start(guide)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            warn_of_few_rows(svi, state, batch_size, N, num_steps)
+            warn_of_averages(svi, state, batch_size, N, num_steps)
         return [str(warning.message) for warning in caught]
 
     weights, inducing = sgp.AutoWeightSpaceGP(model), sgp.AutoTSVGP(model, X[:3])
@@ -577,6 +644,13 @@ def test_fit_warns_of_natural_steps_that_average_over_few_rows_for_the_rank():
 
     assert "2/0.2 = 10 rows" in said(weights, schedule, 2, 9)[0]
     assert said(weights, schedule, 2, 20) == []
+
+    # A posterior that is held is to be made anew before its sums have forgotten what they were, and once at least.
+    held = sgp.AutoWeightSpaceGP(model, refresh=8)
+    assert said(held, 0.12, 2, 8) == []
+    assert "within about 1/ρ = 7.69 of them" in said(held, 0.13, 2, 8)[0]
+    assert said(held, 0.13, N, 8) == []
+    assert "after 8 natural steps, and this run has 7" in said(held, 0.12, N, 7)[0]
 
     svi = SVI(model, weights, sgp.NaturalGradient(0.5, frozen), sgp.QuadratureELBO())
     with pytest.warns(UserWarning, match="Fewer than 5 for each weight") as caught:

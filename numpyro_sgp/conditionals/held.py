@@ -18,7 +18,15 @@ from numpyro_sgp.conditionals.dual import root_of_precision
 from numpyro_sgp.conditionals.moments import Moments, given_tangents, tangents_like
 from numpyro_sgp.conditionals.weight_space import tempering
 from numpyro_sgp.eager import as_one_program
-from numpyro_sgp.linalg import diagonal, log_determinant, lower_product, matvec, matvec_transposed
+from numpyro_sgp.linalg import (
+    diagonal,
+    gram_of_rows,
+    log_determinant,
+    lower_product,
+    matvec,
+    matvec_transposed,
+    triangular_inverse,
+)
 from numpyro_sgp.sites import AbstractSites, Perturbation
 
 __all__ = ["HeldSites", "held_moments"]
@@ -67,29 +75,45 @@ class HeldSites(AbstractSites):
             refresh=refresh,
         )
 
-    def natural_step(self, direction: Perturbation, step_size: ArrayLike) -> "HeldSites":
-        """The step of the sums, and after each `refresh` of them the posterior of these."""
+    def natural_step(self, direction: Perturbation, step_size: ArrayLike, damping: ArrayLike = 1.0) -> "HeldSites":
+        """The step of the sums, and after each `refresh` of them one of the posterior, of length `damping`.
+
+        The posterior that the sums have may be one at which the loss is not finite, however short their last step was:
+        they have the steps before it too.
+        """
         moved = super().natural_step(direction, step_size)
         assert isinstance(moved, HeldSites)
         due = self.age + 1 >= self.refresh
         m, root, divergence = lax.cond(
             due,
-            lambda: _posterior(moved.lambda1, moved.Lambda2),
+            lambda: _posterior(moved, jnp.asarray(damping, self.root.dtype)),
             lambda: (self.m, self.root, self.divergence),
         )
         age = jnp.where(due, 0, self.age + 1).astype(self.age.dtype)
         return dataclasses.replace(moved, m=m, root=root, divergence=divergence, age=age)
 
 
-def _posterior(lambda1: Array, Lambda2: Array) -> tuple[Array, Array, Array]:
-    """m, L_P⁻¹ and ½ [tr P⁻¹ − r + log|P|] of q(v) ∝ N(v | 0, I) exp(α (λ̃ᵀv − ½ vᵀΛ̃v)); see `tempering` for α."""
-    r = Lambda2.shape[-1]
-    alpha = tempering(jnp.sum(diagonal(Lambda2), axis=-1))
-    L, root = root_of_precision(jnp.eye(r, dtype=Lambda2.dtype) + alpha[..., None, None] * Lambda2)
-    divergence = 0.5 * (jnp.sum(root * root, axis=(-2, -1)) - r + log_determinant(L))
+def _posterior(sites: HeldSites, length: Array) -> tuple[Array, Array, Array]:
+    """m, L_P⁻¹ and ½ [tr P⁻¹ − r + log|P|], with natural parameters `length` of the way from those held to the sums'.
+
+    The sums' are those of q(v) ∝ N(v | 0, I) exp(α (λ̃ᵀv − ½ vᵀΛ̃v)); see `tempering` for α.
+    """
+    identity = jnp.eye(sites.root.shape[-1], dtype=sites.root.dtype)
+    alpha = tempering(jnp.sum(diagonal(sites.Lambda2), axis=-1))[..., None]
+    whole = alpha * sites.lambda1, identity + alpha[..., None] * sites.Lambda2
+
+    def between() -> tuple[Array, Array]:
+        L = triangular_inverse(sites.root)
+        held = gram_of_rows(L)
+        lambda1 = matvec(held, sites.m) if sites.m.shape[-1] else sites.m
+        return lambda1 + length * (whole[0] - lambda1), held + length * (whole[1] - held)
+
+    lambda1, P = lax.cond(length >= 1.0, lambda: whole, between)
+    L, root = root_of_precision(P)
+    divergence = 0.5 * (jnp.sum(root * root, axis=(-2, -1)) - len(identity) + log_determinant(L))
     if not lambda1.shape[-1]:
         return lambda1, root, divergence
-    return matvec_transposed(root, matvec(root, alpha[..., None] * lambda1)), root, divergence
+    return matvec_transposed(root, matvec(root, lambda1)), root, divergence
 
 
 @jax.custom_jvp
@@ -101,9 +125,9 @@ def _fixed(*parts: Array) -> tuple[Array, ...]:
 def _fixed_jvp(primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
     if any(tangent is not None for tangent in given_tangents(tangents)):
         msg = (
-            "A posterior that is held for several steps is made of the sums of natural steps, and an optimizer that "
-            "takes gradients of all parameters does not make them. Use `NaturalGradient`, or leave out `refresh` of "
-            "the guide."
+            "A posterior that is held for several steps is made of the sums of natural steps, and has no derivative "
+            "with respect to its parameters, as optimizers take that are made for any. Use `NaturalGradient`, or leave "
+            "out `refresh` of the guide."
         )
         raise TypeError(msg)
     return primals, tangents_like(primals, [None] * len(primals))

@@ -1,4 +1,4 @@
-"""Whether the averages that natural steps keep over minibatches are over enough rows: seen where a run is planned."""
+"""Whether the averages of natural steps are over enough rows, and used often enough: seen where a run is planned."""
 
 from typing import Any
 import warnings
@@ -7,19 +7,23 @@ import jax.numpy as jnp
 from numpyro.infer import SVI
 
 from numpyro_sgp.autoguide import AbstractAutoSparseGP
+from numpyro_sgp.conditionals import HeldSites
 from numpyro_sgp.optim import NaturalGradient
 from numpyro_sgp.optim.evaluating import scheduled
 from numpyro_sgp.sites import AbstractSites
 
-__all__ = ["warn_of_few_rows"]
+__all__ = ["warn_of_averages"]
 
 # Averages that step by ρ are worth 2B/ρ rows, and a regression with r weights on that many rows has r ρ/2B times the
 # noise variance in its predictions: a tenth of it at this many rows for each weight.
 _ROWS_FOR_EACH_WEIGHT = 5
 
 
-def warn_of_few_rows(svi: SVI, state: Any, batch_size: int, rows: int, num_steps: int) -> None:
-    """Warn of a posterior over weights that is averaged over B/ρ rows, few for its rank, half-way through a run.
+def warn_of_averages(svi: SVI, state: Any, batch_size: int, rows: int, num_steps: int) -> None:
+    """Warn of a posterior over weights that is averaged over few rows for its rank, or of one that is held too long.
+
+    The first where B/ρ is less than five times the rank half-way through a run; the second where it is made anew less
+    often than the sums forget what they were, 1/ρ natural steps there, or not once.
 
     Half-way, because a schedule may start with larger steps, or end with smaller ones.
 
@@ -31,23 +35,28 @@ def warn_of_few_rows(svi: SVI, state: Any, batch_size: int, rows: int, num_steps
         num_steps: of the run.
 
     Warns:
-        UserWarning: B/ρ is less than five times the rank of a posterior over weights.
+        UserWarning: either of them.
     """
     optim, guide = svi.optim, svi.guide
-    if batch_size == rows or not isinstance(optim, NaturalGradient) or not isinstance(guide, AbstractAutoSparseGP):
+    if not isinstance(optim, NaturalGradient) or not isinstance(guide, AbstractAutoSparseGP):
         return
     suffix = f"_{guide.prefix}_sites"
-    ranks = {
-        name.removesuffix(suffix): value.Lambda2.shape[-1]
+    found = {
+        name.removesuffix(suffix): value
         for name, value in optim.get_params(state.optim_state).items()
         if isinstance(value, AbstractSites) and name.endswith(suffix)
     }
-    ranks = {site: rank for site, rank in ranks.items() if guide.family(site).over_weights}
-    if not ranks:
+    found = {site: value for site, value in found.items() if guide.family(site).over_weights}
+    if not found or not optim.e_steps:
         return
     half = state.optim_state[0] + num_steps // 2
     rate = float(scheduled(optim.step_size, jnp.asarray(half)))
-    site, rank = max(ranks.items(), key=lambda item: item[1])
+    for site, value in found.items():
+        refresh = value.refresh if isinstance(value, HeldSites) else 1
+        _warn_of_hold(site, refresh, 0.0 if batch_size == rows else rate, num_steps * optim.e_steps)
+    if batch_size == rows:
+        return
+    site, rank = max(((site, value.Lambda2.shape[-1]) for site, value in found.items()), key=lambda item: item[1])
     averaged = batch_size / rate if rate > 0.0 else float("inf")
     if averaged < (1.0 - 1e-5) * _ROWS_FOR_EACH_WEIGHT * rank:  # a schedule may compute just that in float32
         warnings.warn(
@@ -58,4 +67,22 @@ def warn_of_few_rows(svi: SVI, state: Any, batch_size: int, rows: int, num_steps
             "the schedule `lambda t: 0.5 * (1.0 + t) ** -0.5` in a long run, or take larger batches.",
             UserWarning,
             stacklevel=3,
+        )
+
+
+def _warn_of_hold(site: str, refresh: int, rate: float, num_steps: int) -> None:
+    if refresh > num_steps:
+        warnings.warn(
+            f"The posterior of {site!r} is made anew after {refresh} natural steps, and this run has {num_steps}: it "
+            "stays what it was at the start. Take a smaller `refresh` of the guide, or more steps.",
+            UserWarning,
+            stacklevel=4,
+        )
+    elif refresh * rate > 1.0 + 1e-5:
+        warnings.warn(
+            f"The posterior of {site!r} is made anew after {refresh} natural steps, of sums that forget within about "
+            f"1/ρ = {1.0 / rate:.3g} of them half-way through this run: what the batches before said is lost. Take a "
+            "smaller `refresh` of the guide, or a smaller `step_size`.",
+            UserWarning,
+            stacklevel=4,
         )

@@ -18,7 +18,7 @@ from numpyro.infer.svi import SVIRunResult
 
 from numpyro_sgp.autoguide.scales import warn_of_no_scale
 from numpyro_sgp.checks import positive
-from numpyro_sgp.fitting.averages import warn_of_few_rows
+from numpyro_sgp.fitting.averages import warn_of_averages
 from numpyro_sgp.fitting.batches import Batches, checked_batch_size, checked_rows
 from numpyro_sgp.fitting.callbacks import AbstractCallback, FitProgress, as_callbacks
 from numpyro_sgp.fitting.checkpoint import Checkpoint, read_checkpoint
@@ -92,7 +92,8 @@ def fit(
 
     Warns:
         UserWarning: no plate of the model scales a batch to all rows; natural steps on minibatches that average a
-            posterior over weights over few rows for its rank; more than a tenth of the steps were refused.
+            posterior over weights over few rows for its rank, or less long than it is held (`refresh`); more than a
+            tenth of the steps were refused.
 
     Example:
         >>> import jax, numpy as np, numpyro, numpyro.distributions as dist, optax, numpyro_sgp as sgp
@@ -129,7 +130,7 @@ def fit(
         initial_state(svi, rng_key, init_state, arguments, batches),
         placement,
     )
-    warn_of_few_rows(svi, run.state, batch_size, rows, num_steps)
+    warn_of_averages(svi, run.state, batch_size, rows, num_steps)
     program = Program(svi, arguments, run.state, batches, placement, stable_update)
     warn_of_no_scale(svi, program.scales, batch_size, rows)
     run.begin(program.loss_dtype, num_steps)

@@ -98,7 +98,8 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
             and for several GP sites under one likelihood, with ρ = 1 it needs half as many steps or fewer.
         floor: smallest precision β of a datum's site, on a minibatch of (N/B) β: 0 keeps Λ₂ positive semi-definite
             whatever the likelihood. None leaves β as it comes: for a likelihood that is not log-concave the fixed point
-            is then exactly the optimum of the bound, and only refusals guard the steps.
+            is then exactly the optimum of the bound, and only refusals guard the steps; not for posteriors that are
+            held for several steps (`refresh` of `AutoWeightSpaceGP`).
 
     Raises:
         ValueError: `step_size` outside (0, 1], a negative number of steps, or none at all.
@@ -137,7 +138,7 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
         self.floor = floor
 
     def init(self, params: Params) -> tuple[Array, NaturalGradientState]:
-        """The state before the first step; raises where no parameter is a site."""
+        """The state before the first step; raises where no parameter is a site, or one of them needs a floor."""
         sites, others = _split(params)
         if not sites:
             msg = (
@@ -207,7 +208,7 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
         """One natural step and one step of the others, both from one evaluation of the loss."""
         loss, aux, direction, grads = self._differentiate(fn, sites, others, with_others=True)
         new_others, others_state = self._descend(grads, others, others_state, loss, damping)
-        return loss, aux, jnp.isfinite(loss), ({**new_others, **_moved(sites, direction, rate)}, others_state)
+        return loss, aux, jnp.isfinite(loss), ({**new_others, **_moved(sites, direction, rate, damping)}, others_state)
 
     def _alternating(
         self, fn: LossFn, sites: Sites, others: Params, others_state: Any, rate: Array, damping: Array
@@ -224,7 +225,7 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
                     return fn({**params, **resting})
 
                 loss, aux, direction, _ = self._differentiate(given, moving, others, with_others=False)
-                sites = {**sites, **_moved(moving, direction, rate)}
+                sites = {**sites, **_moved(moving, direction, rate, damping)}
                 outputs.append((loss, aux))
                 finite &= jnp.isfinite(loss)
             return *outputs[0], sites, finite
@@ -315,8 +316,8 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
         return loss, aux, direction, rest[1] if with_others else {}
 
 
-def _moved(sites: Sites, direction: dict[str, Perturbation], rate: Array) -> Sites:
-    return {name: value.natural_step(direction[name], rate) for name, value in sites.items()}
+def _moved(sites: Sites, direction: dict[str, Perturbation], rate: Array, damping: Array) -> Sites:
+    return {name: value.natural_step(direction[name], rate, damping) for name, value in sites.items()}
 
 
 def _unperturbed(sites: Sites) -> dict[str, Perturbed]:
