@@ -198,6 +198,7 @@ SCALED = {
     "dense": (with_outliers, lambda m, X: sgp.AutoTSVGP(m, None), partial(sgp.NaturalGradient, 0.6)),
     "natural": (with_outliers, lambda m, X: sgp.AutoSVGP(m, X[::3], natural=True), partial(sgp.NaturalGradient, 0.6)),
     "weights": (by_random_features, lambda m, X: sgp.AutoWeightSpaceGP(m), partial(sgp.NaturalGradient, 0.6)),
+    "held": (by_random_features, lambda m, X: sgp.AutoWeightSpaceGP(m, refresh=3), partial(sgp.NaturalGradient, 0.6)),
     "coefficients": (model, lambda m, X: sgp.AutoDecoupledGP(m, X, X[::3]), partial(sgp.DualAscent, 0.1)),
     "table": (
         by_random_features,
