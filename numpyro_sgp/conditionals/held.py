@@ -55,7 +55,7 @@ class HeldSites(AbstractSites):
     age: Array  # no integer, which optimizers that take gradients of all parameters would not say why they refuse
     refresh: int = dataclasses.field(metadata={"static": True})
 
-    # Sums that have no posterior would be found out only when it is made, and steps back from there lead nowhere.
+    # Sums that have no posterior would be found out only when one is made of them, and be refused there each time.
     needs_floor = True
 
     @classmethod
