@@ -40,6 +40,7 @@ __all__ = [
     "by_sites",
     "curvature",
     "dense_weights",
+    "divergence_of_covariance",
     "dual",
     "dual_dense",
     "dual_per_datum",
@@ -66,6 +67,12 @@ def root_of_precision(P: Array) -> tuple[Array, Array]:
     largest = jnp.max(jnp.sum(L_P_inverse * L_P_inverse, axis=-2), axis=-1)
     lost = (rounding * largest > 1.0)[..., None, None]
     return jnp.where(lost, jnp.nan, L_P), jnp.where(lost, jnp.nan, L_P_inverse)
+
+
+def divergence_of_covariance(L_P: Array, L_P_inverse: Array) -> Array:
+    """½ [tr P⁻¹ − M + log|P|], KL(N(0, P⁻¹) ‖ N(0, I)), (...), from the root of P and its inverse."""
+    trace = jnp.sum(L_P_inverse * L_P_inverse, axis=(-2, -1))
+    return 0.5 * (trace - L_P.shape[-1] + log_determinant(L_P))
 
 
 def natural_whitened(lambda1: Array, Lambda2: Array, A: Array, kff: Array) -> Moments:
@@ -108,8 +115,7 @@ def whitened_moments(lambda1: Array, Lambda2: Array, A: Array, kff: Array) -> Wh
     L_P, L_P_inverse = root_of_precision(jnp.eye(M, dtype=A.dtype) + Lambda2)
     T = lower_product(L_P_inverse, A)
     m = matvec_transposed(L_P_inverse, matvec(L_P_inverse, lambda1))
-    trace = jnp.sum(L_P_inverse * L_P_inverse, axis=(-2, -1))
-    kl = 0.5 * (trace - M + jnp.sum(m * m, axis=-1) + log_determinant(L_P))
+    kl = divergence_of_covariance(L_P, L_P_inverse) + 0.5 * jnp.sum(m * m, axis=-1)
     explained = kff - jnp.sum(A * A, axis=-2) >= 0.0
     return Whitened(moments(matvec_transposed(A, m), kff, A, T, kl), T, m, L_P_inverse, explained)
 

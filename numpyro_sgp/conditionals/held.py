@@ -14,14 +14,13 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
 
-from numpyro_sgp.conditionals.dual import root_of_precision
+from numpyro_sgp.conditionals.dual import divergence_of_covariance, root_of_precision
 from numpyro_sgp.conditionals.moments import Moments, given_tangents, tangents_like
 from numpyro_sgp.conditionals.weight_space import tempering
 from numpyro_sgp.eager import as_one_program
 from numpyro_sgp.linalg import (
     diagonal,
     gram_of_rows,
-    log_determinant,
     lower_product,
     matvec,
     matvec_transposed,
@@ -110,7 +109,7 @@ def _posterior(sites: HeldSites, length: Array) -> tuple[Array, Array, Array]:
 
     lambda1, P = lax.cond(length >= 1.0, lambda: whole, between)
     L, root = root_of_precision(P)
-    divergence = 0.5 * (jnp.sum(root * root, axis=(-2, -1)) - len(identity) + log_determinant(L))
+    divergence = divergence_of_covariance(L, root)
     if not lambda1.shape[-1]:
         return lambda1, root, divergence
     return matvec_transposed(root, matvec(root, lambda1)), root, divergence
