@@ -17,7 +17,7 @@ import optax
 
 import numpyro_sgp as sgp
 
-N, BATCH, M, D = 83, 16, 5, 2
+N, BATCH, M, D, R = 83, 16, 5, 2, 6
 STEPS = 12
 KEY = jax.random.key
 RNG = np.random.default_rng(0)
@@ -27,9 +27,12 @@ Z = RNG.uniform(-1.2, 1.2, (M, D))
 HELD_OUT = X[:20] + 0.1, Y[:20]
 
 
-def model(X, y=None, num_data=None):
+def model(X, y=None, num_data=None, rank=None):
     lengthscale = numpyro.param("lengthscale", np.array([0.8, 1.1]), constraint=constraints.positive)
-    f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(lengthscale), X))
+    kernel = sgp.kernels.SquaredExponential(lengthscale)
+    if rank is not None:
+        kernel = sgp.features.RandomFourier(kernel, rank, KEY(0))
+    f = numpyro.sample("f", sgp.GaussianProcess(kernel, X))
     with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
         numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
 
@@ -38,15 +41,18 @@ def natural():
     return sgp.NaturalGradient(0.3, others=optax.adam(1e-2))
 
 
+weights = functools.partial(model, rank=R)
+
 GUIDES = {
-    "whitened": lambda: (sgp.AutoSVGP(model, Z), optax.adam(1e-2)),
-    "natural": lambda: (sgp.AutoSVGP(model, Z, natural=True), natural()),
-    "tied": lambda: (sgp.AutoTSVGP(model, Z, learn_inducing=True), natural()),
+    "whitened": lambda: (model, sgp.AutoSVGP(model, Z), optax.adam(1e-2)),
+    "natural": lambda: (model, sgp.AutoSVGP(model, Z, natural=True), natural()),
+    "tied": lambda: (model, sgp.AutoTSVGP(model, Z, learn_inducing=True), natural()),
+    "held": lambda: (weights, sgp.AutoWeightSpaceGP(weights, refresh=2), natural()),
 }
 
 
 def make_svi(guide_name):
-    return SVI(model, *GUIDES[guide_name](), sgp.QuadratureELBO())
+    return SVI(*GUIDES[guide_name](), sgp.QuadratureELBO())
 
 
 def flat(losses, params):
@@ -118,7 +124,7 @@ def many_devices(folder):
     """One process, eight devices."""
     sharding = rows_on(jax.devices())
     report = {"devices": jax.device_count(), "collectives": {}}
-    for name in ("natural", "tied"):
+    for name in ("natural", "tied", "held"):
         one, _ = run_update(name)
         many, text = run_update(name, sharding)
         report["collectives"][name] = collectives(text)

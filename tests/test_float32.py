@@ -311,8 +311,9 @@ def waves(X):
     return jnp.concatenate([jnp.ones_like(x), *(jnp.cos(k * x) for k in range(1, 6)), jnp.maximum(x - 3.5, 0.0)], -1)
 
 
+@pytest.mark.parametrize("refresh", [1, 20])
 @pytest.mark.parametrize("form", ["natural", "mean"])
-def test_weights_that_the_data_settle_beyond_float32_are_trained_and_the_prior_of_the_others_stays(form):
+def test_weights_that_the_data_settle_beyond_float32_are_trained_and_the_prior_of_the_others_stays(form, refresh):
     """N k/σ² = 2e9, two hundred times 1/ε: the sum of the prior's precision and the data's has no digit of the former."""
     n, noise = 2000, 2e-3
     inputs = np.linspace(0.0, 3.0, n)[:, None]
@@ -325,7 +326,7 @@ def test_weights_that_the_data_settle_beyond_float32_are_trained_and_the_prior_o
         with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
             numpyro.sample("y", dist.Normal(f, np.float32(noise)), obs=y)
 
-    guide = sgp.AutoWeightSpaceGP(deep, parametrization=form, base=AutoDelta)
+    guide = sgp.AutoWeightSpaceGP(deep, parametrization=form, base=AutoDelta, refresh=refresh)
     others = optax.adam(optax.cosine_decay_schedule(0.05, 1500))
     optim = sgp.NaturalGradient(lambda t: 1.0 / (1.0 + t), others if form == "mean" else optax.set_to_zero())
     svi = SVI(deep, guide, optim, sgp.QuadratureELBO(num_nodes=3))

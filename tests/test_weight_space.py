@@ -10,7 +10,7 @@ from guides import initial_parameters, loss_at
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.testing import assert_allclose
+from numpy.testing import assert_allclose, assert_array_equal
 import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
@@ -336,6 +336,23 @@ def test_a_posterior_is_held_while_sums_collect_what_the_next_one_is_made_of(for
     q = guide.posterior(jax.random.key(1), svi.get_params(state), X, num_data=N)["f"]
     assert_allclose(q.mean, Phi @ m + MEAN, rtol=1e-8)
     assert_allclose(q.covariance(), Phi @ V @ Phi.T, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", ["natural, held", "mean, held"])
+def test_a_run_that_ends_while_a_posterior_is_held_goes_on_bit_for_bit(form, tmp_path):
+    model = model_with("hilbert")
+
+    def run(num_steps, **options):
+        svi = SVI(model, guide_of(model, form), sgp.NaturalGradient(0.06, optax.adam(1e-2)), sgp.QuadratureELBO())
+        options = {"batch_size": 2, "num_steps": num_steps, "progress_bar": False, **options}
+        return sgp.fit(svi, jax.random.key(0), (X, y_of()), **options)
+
+    assert 7 % HELD == 1
+    run(7, checkpoint=tmp_path)
+    resumed, whole = run(11, checkpoint=tmp_path), run(11)
+    assert_array_equal(resumed.losses, whole.losses)
+    for name, value in whole.params.items():
+        jax.tree.map(assert_array_equal, resumed.params[name], value)
 
 
 @pytest.mark.parametrize("length", [1.0, 0.3])
