@@ -54,8 +54,8 @@ class WeightSpace(AbstractPosteriorFamily):
         memory_limit: bytes that a matrix of r × r may take for each latent; of such matrices a step has about ten.
         refresh: after how many natural steps q(w) is made anew of the sums, "natural" or "mean". More than 1 holds it
             in between, as a posterior of whitened weights, and those steps cost O(B r²) instead of O(r³ + B r²) where
-            the prior's weights are independent (`InducingBasis` has others, whose whitening costs r³ in each step).
-            Predictions are those of the posterior that is held.
+            the prior's weights are independent (`InducingBasis` has others, whose whitening costs r³ in each step). At
+            first it is made anew after 1, 2, 4, … steps. Predictions are those of the posterior that is held.
 
     Raises:
         ValueError: an unknown parametrisation, or one without sums where `refresh` is more than 1; a number outside its

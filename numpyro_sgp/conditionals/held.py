@@ -4,6 +4,10 @@ In whitened weights v ~ N(0, I), f = Aᵀv, neither the prior nor q(v) = N(m, P�
 stay while features learn and sums over the data collect what q(v) = N(P⁻¹λ̃, P⁻¹), P = I + Λ̃, is next made of. A step
 costs O(B r²) then. The bound is that of the q(v) that is held, whatever its age; what the sums collect is a natural
 step from it with all rows seen in between.
+
+At first q(v) is the prior, which says nothing of the features: trained under it for long, by an optimizer that scales
+small gradients up, a network drifts to where the data do not bring it back from. So the first posterior is made after
+one step, and each is held twice as long as the one before until all are held as long as they are to be.
 """
 
 import dataclasses
@@ -43,7 +47,8 @@ class HeldSites(AbstractSites):
         root: lower triangular L_P⁻¹ with L_P L_Pᵀ = P, (..., r, r).
         divergence: ½ [tr P⁻¹ − r + log|P|], what the covariance adds to KL(q(v) ‖ p(v)), (...).
         age: how many natural steps were taken since.
-        refresh: after how many of them the posterior is made anew.
+        interval: after how many of them the posterior is made anew: 1, 2, 4, … and then `refresh`.
+        refresh: the longest that a posterior is held.
     """
 
     lambda1: Array
@@ -51,7 +56,9 @@ class HeldSites(AbstractSites):
     m: Array
     root: Array
     divergence: Array
-    age: Array  # no integer, which optimizers that take gradients of all parameters would not say why they refuse
+    # No integers, of which optimizers that take gradients of all parameters would not say why they refuse them.
+    age: Array
+    interval: Array
     refresh: int = dataclasses.field(metadata={"static": True})
 
     # Sums that have no posterior would be found out only when one is made of them, and be refused there each time.
@@ -71,25 +78,27 @@ class HeldSites(AbstractSites):
             root=jnp.array(np.broadcast_to(np.eye(r, dtype=dtype), matrix)),
             divergence=jnp.array(np.zeros(batch_shape, dtype)),
             age=jnp.array(np.zeros((), dtype)),
+            interval=jnp.array(np.ones((), dtype)),
             refresh=refresh,
         )
 
     def natural_step(self, direction: Perturbation, step_size: ArrayLike, damping: ArrayLike = 1.0) -> "HeldSites":
-        """The step of the sums, and after each `refresh` of them one of the posterior, of length `damping`.
+        """The step of the sums, and where it is time one of the posterior, of length `damping`.
 
         The posterior that the sums have may be one at which the loss is not finite, however short their last step was:
         they have the steps before it too.
         """
         moved = super().natural_step(direction, step_size)
         assert isinstance(moved, HeldSites)
-        due = self.age + 1 >= self.refresh
+        due = self.age + 1 >= self.interval
         m, root, divergence = lax.cond(
             due,
             lambda: _posterior(moved, jnp.asarray(damping, self.root.dtype)),
             lambda: (self.m, self.root, self.divergence),
         )
         age = jnp.where(due, 0, self.age + 1).astype(self.age.dtype)
-        return dataclasses.replace(moved, m=m, root=root, divergence=divergence, age=age)
+        interval = jnp.where(due, jnp.minimum(2 * self.interval, self.refresh), self.interval).astype(self.age.dtype)
+        return dataclasses.replace(moved, m=m, root=root, divergence=divergence, age=age, interval=interval)
 
 
 def _posterior(sites: HeldSites, length: Array) -> tuple[Array, Array, Array]:

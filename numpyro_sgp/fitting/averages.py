@@ -23,7 +23,7 @@ def warn_of_averages(svi: SVI, state: Any, batch_size: int, rows: int, num_steps
     """Warn of a posterior over weights that is averaged over few rows for its rank, or of one that is held too long.
 
     The first where B/ρ is less than five times the rank half-way through a run; the second where it is made anew less
-    often than the sums forget what they were, 1/ρ natural steps there, or not once.
+    often than the sums forget what they were, 1/ρ natural steps there.
 
     Half-way, because a schedule may start with larger steps, or end with smaller ones.
 
@@ -47,15 +47,12 @@ def warn_of_averages(svi: SVI, state: Any, batch_size: int, rows: int, num_steps
         if isinstance(value, AbstractSites) and name.endswith(suffix)
     }
     found = {site: value for site, value in found.items() if guide.family(site).over_weights}
-    if not found or not optim.e_steps:
+    if not found or not optim.e_steps or batch_size == rows:
         return
     half = state.optim_state[0] + num_steps // 2
     rate = float(scheduled(optim.step_size, jnp.asarray(half)))
     for site, value in found.items():
-        refresh = value.refresh if isinstance(value, HeldSites) else 1
-        _warn_of_hold(site, refresh, 0.0 if batch_size == rows else rate, num_steps * optim.e_steps)
-    if batch_size == rows:
-        return
+        _warn_of_hold(site, value.refresh if isinstance(value, HeldSites) else 1, rate)
     site, rank = max(((site, value.Lambda2.shape[-1]) for site, value in found.items()), key=lambda item: item[1])
     averaged = batch_size / rate if rate > 0.0 else float("inf")
     if averaged < (1.0 - 1e-5) * _ROWS_FOR_EACH_WEIGHT * rank:  # a schedule may compute just that in float32
@@ -70,15 +67,8 @@ def warn_of_averages(svi: SVI, state: Any, batch_size: int, rows: int, num_steps
         )
 
 
-def _warn_of_hold(site: str, refresh: int, rate: float, num_steps: int) -> None:
-    if refresh > num_steps:
-        warnings.warn(
-            f"The posterior of {site!r} is made anew after {refresh} natural steps, and this run has {num_steps}: it "
-            "stays what it was at the start. Take a smaller `refresh` of the guide, or more steps.",
-            UserWarning,
-            stacklevel=4,
-        )
-    elif refresh * rate > 1.0 + 1e-5:
+def _warn_of_hold(site: str, refresh: int, rate: float) -> None:
+    if refresh * rate > 1.0 + 1e-5:
         warnings.warn(
             f"The posterior of {site!r} is made anew after {refresh} natural steps, of sums that forget within about "
             f"1/ρ = {1.0 / rate:.3g} of them half-way through this run: what the batches before said is lost. Take a "
