@@ -15,10 +15,12 @@ from jax.typing import ArrayLike
 import numpy as np
 
 from numpyro_sgp.conditionals import Moments
-from numpyro_sgp.distributions import GaussianProcess
+from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
 from numpyro_sgp.eager import as_one_program
 from numpyro_sgp.inducing import AbstractInducing, GrowingInducing, as_inducing, check_width
+from numpyro_sgp.process import ProcessPosterior, TableProcess
 from numpyro_sgp.pytrees import own_copy
+from numpyro_sgp.variables import Fitted
 
 __all__ = [
     "AbstractPosteriorFamily",
@@ -41,12 +43,10 @@ class AbstractPosteriorFamily(ABC):
 
     Attributes:
         over_weights: whether u are the weights of a kernel of finite rank, and not those of inducing variables.
-        has_process: whether q is a Gaussian q(u), so that it can be held factorised.
         has_cavities: whether mean and covariance are those of one Gaussian, so that data can be taken out of it.
     """
 
     over_weights = False
-    has_process = True
     has_cavities = True
 
     @abstractmethod
@@ -61,6 +61,15 @@ class AbstractPosteriorFamily(ABC):
                 has that, are the symbols whose parameters had no value yet.
             prior: the prior at the inputs where the posterior is wanted.
             batch_shape: one latent for each entry.
+        """
+
+    @abstractmethod
+    def process(self, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | TableProcess | None:
+        """q(f) as a process, factorised; None where it is no Gaussian in variables of its own.
+
+        Args:
+            fitted: `fitted(symbol)` is the value of a parameter of this site, or of its mutable state.
+            q: the posterior at some inputs.
         """
 
 

@@ -28,7 +28,7 @@ from numpyro_sgp.checks import positive
 from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
 from numpyro_sgp.expansion import frequencies, phases, scale_of, split, term_features, terms, width_of
 from numpyro_sgp.features import WeightVariables
-from numpyro_sgp.inducing import AbstractInducing, InducingPoints, check_new_inputs
+from numpyro_sgp.inducing import AbstractInducing, check_new_inputs
 from numpyro_sgp.linalg import (
     diagonal,
     matmul,
@@ -36,10 +36,10 @@ from numpyro_sgp.linalg import (
     solve_lower,
     solve_lower_transposed,
 )
-from numpyro_sgp.mean_basis import AbstractMeanBasis, InducingMean, TableDraw, TableMean
-from numpyro_sgp.process import POINTS, Guide, ProcessPosterior, joined, process_of
+from numpyro_sgp.mean_basis import AbstractMeanBasis
+from numpyro_sgp.process import Guide, ProcessPosterior, TableProcess, drawable_of
 from numpyro_sgp.pytrees import split_arrays
-from numpyro_sgp.tables import Table, limit_of, numbers_of
+from numpyro_sgp.variables import POINTS
 
 __all__ = ["FunctionDraws", "priors", "sample_functions"]
 
@@ -165,18 +165,9 @@ def _values(functions: FunctionDraws, X_new: Array) -> Array:
 _evaluate = jax.jit(_values)
 
 
-class _OverTable(NamedTuple):
-    """A posterior that is a Gaussian over the weights of a table: its own numbers, for one draw of hyperparameters."""
-
-    kernel: Callable
-    mean_function: Any
-    numbers: list[Array]
-    batch_shape: tuple[int, ...] = ()
-
-
-def _function_draw(process: ProcessPosterior | _OverTable, rng_key: Array, num_features: int, X: Array) -> _Draw:
-    if isinstance(process, _OverTable):
-        return _Draw(process.kernel, process.mean_function, (), None, (process.numbers, rng_key))
+def _function_draw(process: ProcessPosterior | TableProcess, rng_key: Array, num_features: int, X: Array) -> _Draw:
+    if isinstance(process, TableProcess):
+        return _Draw(process.kernel, process.mean_function, (), None, (process.mean_weights, rng_key))
     inducing, L, R, W_sqrt = process.inducing, process.L, process.R, process.W_sqrt
     if isinstance(inducing, WeightVariables):
         epsilon = jax.random.normal(rng_key, (*process.batch_shape, inducing.num_inducing), process.a.dtype)
@@ -205,20 +196,6 @@ def _function_draw(process: ProcessPosterior | _OverTable, rng_key: Array, num_f
     v_prior = solve_lower(L, (W_sqrt * g + noise)[..., None])
     w = process.a - W_sqrt * solve_lower_transposed(L, v_prior)[..., 0]
     return _Draw(process.kernel, process.mean_function, prior, w, None)
-
-
-def _process(guide: Guide, params: Mapping[str, Any], site: str, q: SparsePosterior) -> ProcessPosterior | _OverTable:
-    table = _param(guide, params, site, "basis")
-    if isinstance(table, Table) and table.dense_columns is not None:
-        numbers = numbers_of(q.prior.kernel, table.size)
-        return _OverTable(limit_of(q.prior.kernel), q.prior.mean_function, numbers)
-    process = process_of(guide, params, site, q)
-    list(terms(process.kernel))  # an unknown kernel raises here
-    return process
-
-
-def _param(guide: Guide, params: Mapping[str, Any], site: str, symbol: str) -> Any:
-    return params.get(f"{site}_{guide.prefix}_{symbol}")
 
 
 def priors(
@@ -275,45 +252,51 @@ def sample_functions(
     for name, value in (("num_samples", num_samples), ("num_features", num_features)):
         positive(name, value, "The default of `num_features` is 1024.")
 
-    def processes(key: Array) -> dict[str, tuple[ProcessPosterior | _OverTable, Array]]:
+    def processes(key: Array, params: Mapping[str, Any], args: tuple, kwargs: dict) -> dict[str, tuple[Any, Array]]:
         posteriors = guide.posterior(key, params, *args, **kwargs)
-        return {site: (_process(guide, params, site, q), q.prior.X) for site, q in posteriors.items()}
+        return {site: (_drawable(guide, params, site, q), q.prior.X) for site, q in posteriors.items()}
 
     def draw(key: Array) -> dict[str, _Draw]:
         key_process, key_draw = jax.random.split(key)
         return {
             site: _function_draw(process, jax.random.fold_in(key_draw, number), num_features, X)
-            for number, (site, (process, X)) in enumerate(processes(key_process).items())
+            for number, (site, (process, X)) in enumerate(processes(key_process, params, args, kwargs).items())
         }
 
-    like = jax.eval_shape(processes, rng_key)
-    for site, (process, _) in like.items():
-        if process.mean_function is None:
-            msg = (
-                f"The GP site {site!r} has a prior mean given as an array of values at the model's inputs, which say "
-                "nothing about other inputs. Give `mean` to `GaussianProcess` as a scalar or as a function of X."
-            )
-            raise ValueError(msg)
+    fixed, arrays = split_arrays((args, kwargs))
+
+    @jax.jit
+    def shared(params: Mapping[str, Any], arrays: list) -> dict[str, tuple[FunctionDraws, Array]]:
+        # What all draws have in common, whatever their hyperparameters; nothing else of a process is computed here.
+        found = processes(rng_key, params, *fixed(arrays))
+        return {
+            site: (FunctionDraws(process.inducing, process.mean_basis, None, process.batch_shape), X[:0])
+            for site, (process, X) in found.items()
+        }
+
+    functions = shared(params, arrays)
     draws = jax.lax.map(draw, jax.random.split(rng_key, num_samples))
-    tables = any(isinstance(_param(guide, params, site, "basis"), Table) for site in like)
-    finite = priors(guide, rng_key, params, *args, **kwargs) if tables else {}
     result = {}
-    for site, (process, X) in like.items():
-        inducing, gamma, table = (_param(guide, params, site, name) for name in ("inducing", "mean_inducing", "basis"))
-        basis = None if gamma is None else InducingMean(gamma)
-        if isinstance(table, Table):
-            # One of the kernels that the draws have: what they share of it is the same for all.
-            of_table = TableDraw if isinstance(process, _OverTable) else TableMean
-            basis = of_table(finite[site][0], table, X.shape[-1], whiten=not cast(Any, guide.family(site)).relevance)
-        elif isinstance(process.inducing, WeightVariables):
-            inducing = process.inducing
-        elif inducing is None:
-            inducing = InducingPoints(params[f"{site}_{guide.prefix}_sites"].X)
-        elif gamma is not None and process.mean_weights is None:
-            inducing, basis = joined(inducing, gamma), None
-        result[site] = FunctionDraws(inducing, basis, draws[site], process.batch_shape)
+    for site, (common, X) in functions.items():
+        result[site] = dataclasses.replace(common, draws=draws[site])
         _check_evaluation(site, result[site], X)
     return result
+
+
+def _drawable(
+    guide: Guide, params: Mapping[str, Any], site: str, q: SparsePosterior
+) -> ProcessPosterior | TableProcess:
+    """What functions are drawn from, checked."""
+    process = drawable_of(guide, params, site, q)
+    if process.mean_function is None:
+        msg = (
+            f"The GP site {site!r} has a prior mean given as an array of values at the model's inputs, which say "
+            "nothing about other inputs. Give `mean` to `GaussianProcess` as a scalar or as a function of X."
+        )
+        raise ValueError(msg)
+    if isinstance(process, ProcessPosterior):
+        list(terms(process.kernel))  # an unknown kernel raises here
+    return process
 
 
 def _check_evaluation(site: str, functions: FunctionDraws, X: Any) -> None:

@@ -9,7 +9,7 @@ from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_sgp.autoguide import AbstractAutoSparseGP
 from numpyro_sgp.conditionals import Moments, natural_whitened, perturbed_moments, project, unwhitened, whitened
-from numpyro_sgp.distributions import GaussianProcess
+from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
 from numpyro_sgp.families import (
     AbstractPosteriorFamily,
     Inducing,
@@ -21,8 +21,10 @@ from numpyro_sgp.families import (
     refuse_growing,
     started_at,
 )
+from numpyro_sgp.process import ProcessPosterior, process_over_inducing
 from numpyro_sgp.regression import RegressionPosterior, started_mean_and_root, started_sites
 from numpyro_sgp.sites import Perturbed, TiedSites, sites_of
+from numpyro_sgp.variables import Fitted
 
 __all__ = ["AutoSVGP", "NaturalWhitened", "Unwhitened", "Whitened"]
 
@@ -51,6 +53,9 @@ class Whitened(AbstractPosteriorFamily):
         blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
         return whitened(m, jnp.tril(S_sqrt), blocks.A, blocks.kff)
 
+    def process(self, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | None:
+        return process_over_inducing(self.moments, fitted, q)
+
 
 @dataclasses.dataclass(frozen=True)
 class Unwhitened(AbstractPosteriorFamily):
@@ -73,6 +78,9 @@ class Unwhitened(AbstractPosteriorFamily):
         start = jnp.zeros(inducing.num_inducing, prior.X.dtype), blocks.L
         m, S_sqrt = started_mean_and_root(param, batch_shape, start, self.init_from, "unwhitened", inducing, prior.X)
         return unwhitened(m, jnp.tril(S_sqrt), blocks.L, blocks.A, blocks.kff)
+
+    def process(self, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | None:
+        return process_over_inducing(self.moments, fitted, q)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +107,9 @@ class NaturalWhitened(AbstractPosteriorFamily):
         blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
         q = natural_whitened(sites.lambda1, sites.Lambda2, blocks.A, blocks.kff)
         return perturbed_moments(value, blocks.A, q) if isinstance(value, Perturbed) else q
+
+    def process(self, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | None:
+        return process_over_inducing(self.moments, fitted, q)
 
 
 class AutoSVGP(AbstractAutoSparseGP):

@@ -18,7 +18,7 @@ from numpyro_sgp.conditionals import (
     project,
     tied,
 )
-from numpyro_sgp.distributions import GaussianProcess
+from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
 from numpyro_sgp.families import (
     AbstractPosteriorFamily,
     Inducing,
@@ -32,9 +32,11 @@ from numpyro_sgp.families import (
 )
 from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, InducingPoints
 from numpyro_sgp.linalg import diagonal, solve_lower, with_jitter
+from numpyro_sgp.process import ProcessPosterior, dense_process, process_over_inducing
 from numpyro_sgp.pytrees import own_copy
 from numpyro_sgp.regression import RegressionPosterior, started_sites
 from numpyro_sgp.sites import DatumSites, Perturbed, TiedSites, sites_of
+from numpyro_sgp.variables import Fitted
 
 __all__ = ["AutoTSVGP", "Dual"]
 
@@ -103,6 +105,11 @@ class Dual(AbstractPosteriorFamily):
         if self.sites == "per_datum":
             return self._per_datum(param, prior, batch_shape, inducing)
         return self._tied(param, prior, batch_shape, inducing)
+
+    def process(self, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | None:
+        if self.inducing is None:
+            return dense_process(fitted("sites"), q)
+        return process_over_inducing(self.moments, fitted, q)
 
     def _tied(
         self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: AbstractInducing

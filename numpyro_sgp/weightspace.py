@@ -22,12 +22,14 @@ from numpyro_sgp.conditionals import (
     weight_space,
     weight_space_mean,
 )
-from numpyro_sgp.distributions import GaussianProcess
+from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
 from numpyro_sgp.families import AbstractPosteriorFamily
 from numpyro_sgp.features import as_finite_rank
 from numpyro_sgp.finite_rank import has_correlated_weights, weight_precision, whiten_features, whitened_features
 from numpyro_sgp.linalg import gram_of_rows, matvec
+from numpyro_sgp.process import ProcessPosterior, process_from_moments
 from numpyro_sgp.sites import Perturbed, TiedSites, sites_of
+from numpyro_sgp.variables import Fitted, Variables
 
 __all__ = ["AutoWeightSpaceGP", "WeightSpace"]
 
@@ -108,6 +110,9 @@ class WeightSpace(AbstractPosteriorFamily):
             return perturbed_moments(value, jax.lax.stop_gradient(q).projections(), q.moments)
         q = weight_space(sites.lambda1, sites.Lambda2, Phi, weight_precision(kernel, Phi))
         return perturbed_moments(value, jnp.swapaxes(Phi, -1, -2), q) if isinstance(value, Perturbed) else q
+
+    def process(self, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | None:
+        return process_from_moments(self.moments, Variables.of_weights(q.prior.kernel, q.prior.X), fitted, q)
 
     def _held(self, param: Callable, kernel: Any, X: Array, batch_shape: tuple[int, ...]) -> Moments:
         Phi = whitened_features(kernel, X)

@@ -1,5 +1,6 @@
 """Functions drawn from a posterior have its mean and covariance, and are the same functions at every call."""
 
+import dataclasses
 import functools
 import pickle
 
@@ -16,10 +17,12 @@ import pytest
 
 import numpyro_sgp as sgp
 from numpyro_sgp import kernels
+from numpyro_sgp.conditionals import project, whitened
 from numpyro_sgp.expansion import term_features, terms
+from numpyro_sgp.families import AbstractPosteriorFamily, inducing_param
 from numpyro_sgp.kernels import Matern52, SquaredExponential
 from numpyro_sgp.predict import _draw_prior, _prior_at, sample_functions
-from numpyro_sgp.process import process_posterior
+from numpyro_sgp.process import process_over_inducing, process_posterior
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -373,6 +376,33 @@ def test_inputs_of_another_width_and_wrong_counts_raise():
         process.posterior(X_new[:, :1])
     with pytest.raises(ValueError, match="'f_auto_sites' has no value"):
         process_posterior(guide, jax.random.key(0), {k: v for k, v in params.items() if not k.endswith("sites")}, X)
+
+
+@pytest.mark.once
+def test_a_new_posterior_is_one_family():
+    @dataclasses.dataclass(frozen=True)
+    class Diagonal(AbstractPosteriorFamily):
+        inducing: np.ndarray
+
+        def moments(self, param, prior, batch_shape):
+            inducing = inducing_param(param, self.inducing, prior, False)
+            m = param("m", jnp.zeros((*batch_shape, inducing.num_inducing)))
+            log_s = param("log_s", jnp.zeros((*batch_shape, inducing.num_inducing)))
+            blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
+            return whitened(m, jnp.exp(log_s)[..., None] * jnp.eye(inducing.num_inducing), blocks.A, blocks.kff)
+
+        def process(self, fitted, q):
+            return process_over_inducing(self.moments, fitted, q)
+
+    guide = sgp.AutoSparseGP(plain, Diagonal(Z))
+    params = arbitrary_parameters(plain, guide, X, y)
+    params["f_auto_log_s"] = jnp.linspace(-2.0, 0.0, len(Z))
+    expected = guide.posterior(jax.random.key(0), params, X_new)["f"]
+    q = process_posterior(guide, jax.random.key(0), params, X)["f"].posterior(X_new)
+    assert_allclose(q.mean, expected.mean, rtol=1e-9)
+    assert_allclose(q.covariance(), expected.covariance(), rtol=1e-8, atol=1e-10)
+    f = guide.sample_functions(jax.random.key(1), params, X, num_samples=DRAWS, num_features=64)["f"]
+    check_moments(f(X_new), expected.mean, expected.covariance())
 
 
 @pytest.mark.once

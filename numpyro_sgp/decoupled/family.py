@@ -35,12 +35,15 @@ from numpyro_sgp.conditionals import (
     solve,
     whitened,
 )
-from numpyro_sgp.distributions import GaussianProcess
+from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
 from numpyro_sgp.families import AbstractPosteriorFamily, Inducing, inducing_param, refuse_growing
 from numpyro_sgp.inducing import AbstractInducing, GrowingInducing, InducingPoints, find_rows
 from numpyro_sgp.linalg import matmul
+from numpyro_sgp.mean_basis import InducingMean
+from numpyro_sgp.process import MeanPart, ProcessPosterior, process_from_moments, process_over_inducing
 from numpyro_sgp.regression import RegressionPosterior, started_mean_and_root, started_sites
 from numpyro_sgp.sites import Perturbed, TiedSites, sites_of
+from numpyro_sgp.variables import Fitted, Variables
 
 __all__ = ["Decoupled", "Parametrization"]
 
@@ -188,6 +191,23 @@ class Decoupled(AbstractPosteriorFamily):
             return block.perturb(hybrid(block.q, block.mean(), function, t, squared))
         squared = self._norm(a, prior.kernel, gamma, t, Span(beta, blocks.L, fixed_t))
         return block.perturb(orthogonal(block.q, function, t, squared))
+
+    def process(self, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | None:
+        if self.cov_inducing is None:
+            return None
+        if self.mean_inducing is None:
+            return process_over_inducing(self.moments, fitted, q)
+        kernel, jitter = q.prior.kernel, q.prior.relative_jitter
+        beta, gamma = fitted("inducing"), fitted("mean_inducing")
+        if self.parametrization == "solve":
+            both = Variables.of_two(beta, gamma, kernel, jitter)
+            return None if both is None else process_from_moments(self.moments, both, fitted, q)
+        variables = Variables.of(beta, kernel, jitter)
+        # m(x) = k_xu Kuu⁻¹m(u) + (k_xγ − k_xu Kuu⁻¹K_uγ)a, whatever of the second part the family has in m(u).
+        coefficients = fitted("a")
+        a = coefficients.values * coefficient_units(coefficients, gamma, kernel)
+        part = MeanPart(InducingMean(gamma), a, mean_projected(kernel, variables.L, beta, gamma, a))
+        return process_from_moments(self.moments, variables, fitted, q, part)
 
     def _inducing(
         self, param: Callable, inducing: Inducing, prior: GaussianProcess, symbol: str, argument: str

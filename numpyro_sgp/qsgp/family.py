@@ -28,13 +28,16 @@ from numpyro_sgp.conditionals import (
     project,
     whitened,
 )
-from numpyro_sgp.distributions import GaussianProcess
+from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
 from numpyro_sgp.families import AbstractPosteriorFamily, Inducing, at_prior, inducing_param, is_initial
 from numpyro_sgp.features import as_finite_rank
 from numpyro_sgp.finite_rank import has_correlated_weights
 from numpyro_sgp.inducing import AbstractInducing, InducingPoints, subset
-from numpyro_sgp.linalg import matmul, matvec, solve_lower_transposed
+from numpyro_sgp.linalg import matmul, matvec, solve_lower, solve_lower_transposed
+from numpyro_sgp.mean_basis import TableDraw, TableMean
+from numpyro_sgp.process import MeanPart, ProcessPosterior, TableProcess, process_over
 from numpyro_sgp.tables import Control, Rows, Table, Weights, features_at, limit_of, numbers_of
+from numpyro_sgp.variables import Fitted, Variables
 
 __all__ = ["ControlForm", "Covariance", "QuadruplyStochastic"]
 
@@ -83,10 +86,6 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
     log_concave: tuple[str, ...] = ()
     has_cavities = False
 
-    @property
-    def has_process(self) -> bool:
-        return self.covariance == "inducing"
-
     def __post_init__(self) -> None:
         _check_options(self)
 
@@ -111,6 +110,21 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
         if isinstance(basis, Rows):
             return self._estimated(kernel, X, basis, given, scale)
         return self._exact(kernel, X, basis, given, predicting=bool(getattr(param, "predicting", True)))
+
+    def process(self, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | TableProcess:
+        prior, table = q.prior, fitted("basis")
+        kernel, numbers = limit_of(prior.kernel), numbers_of(prior.kernel, table.size)
+        options = {"width": prior.X.shape[-1], "whiten": not self.relevance}
+        if self.covariance == "chevron":
+            return TableProcess(kernel, prior.mean_function, TableDraw(prior.kernel, table, **options), numbers)
+        basis = TableMean(prior.kernel, table, **options)
+        limit = GaussianProcess(kernel, prior.X, jitter=prior.jitter)
+        inducing, m, S_sqrt = self.inducing_posterior(fitted, limit)
+        variables, known = Variables.of(inducing, kernel, limit.relative_jitter), None
+        if isinstance(inducing, InducingPoints):
+            # The weights say what u does not: their function less its interpolation from u.
+            known = solve_lower(variables.L, basis.mean_at(kernel, inducing.Z, numbers)[:, None])[:, 0]
+        return process_over(variables, m, S_sqrt.T, q, MeanPart(basis, numbers, known))
 
     # The parameters.
 
