@@ -27,7 +27,7 @@ def own_copy(tree: Any) -> Any:
 def split_arrays(tree: Any) -> tuple[Callable[[list], Any], list]:
     """The numeric arrays of a pytree, and a function that puts others in their place."""
     leaves, structure = jax.tree.flatten(tree)
-    is_array = [isinstance(leaf, Array | np.ndarray) and np.asarray(leaf).dtype.kind in "biufc" for leaf in leaves]
+    is_array = [isinstance(x, Array | np.ndarray) and not is_key(x) and x.dtype.kind in "biufc" for x in leaves]
 
     def fixed(dynamic: list) -> Any:
         rest = iter(dynamic)

@@ -362,6 +362,19 @@ def test_a_warp_that_shows_its_weights_is_drawn():
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("name", ["whitened", "dense"])
+def test_functions_are_drawn_inside_of_a_compiled_program(name):
+    guide, params = made(name)
+
+    @jax.jit
+    def values(params, X, y):
+        return sample_functions(guide, jax.random.key(1), params, X, y, num_samples=2)["f"](X_new)
+
+    expected = sample_functions(guide, jax.random.key(1), params, X, y, num_samples=2)["f"](X_new)
+    assert_allclose(values(params, X, y), expected, rtol=1e-8)
+
+
+@pytest.mark.once
 def test_inputs_of_another_width_and_wrong_counts_raise():
     f = functions_of(plain)
     with pytest.raises(ValueError, match=r"`X_new` has shape .*, but this GP has inputs of 2 columns"):
