@@ -141,7 +141,8 @@ def svi_of(method: str, kind: str, p: dict, data, batch: int, steps: int, rate: 
     # Until q has seen twenty rows for each weight it is near the prior, and features would shrink from its variance;
     # those of a network, that is, since cosines cannot.
     wait = int(20 * rank / batch) if kind == "linear" else 0
-    waiting = optax.chain(optax.scale_by_schedule(lambda t: jnp.where(t < wait, 0.0, 1.0)), adam)
+    # By a mask, so that Adam begins then: its averages of gradients that were zero would make its first steps longer.
+    waiting = optax.conditionally_mask(adam, lambda t: t >= wait)
     elbo = sgp.QuadratureELBO(num_nodes=3)  # exact: the logarithm of a normal density is a quadratic
 
     def weights(parametrization, **options):
