@@ -121,6 +121,17 @@ def test_functions_follow_the_draw_of_the_hyperparameters():
         assert_allclose(draw, Phi @ values[:, 0], rtol=1e-8)
 
 
+@pytest.mark.parametrize("covariance", ["inducing", "chevron"])
+def test_functions_are_drawn_inside_of_a_compiled_program(covariance):
+    guide = guide_of(covariance)
+    params = with_random_values(guide)
+
+    def values(params, X):
+        return guide.sample_functions(jax.random.key(2), params, X, num_samples=2)["f"](X_NEW)
+
+    assert_allclose(jax.jit(values)(params, X), values(params, X), rtol=1e-8)
+
+
 def test_a_process_with_its_mean_in_a_table_is_evaluated_anywhere_and_knows_its_divergence():
     guide = guide_of("inducing")
     params = with_random_values(guide)
