@@ -5,6 +5,7 @@ All products ask for the highest precision, because float32 products on GPUs are
 """
 
 from functools import partial
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -24,14 +25,18 @@ __all__ = [
     "gram_of_rows",
     "half_congruence",
     "half_congruence_of_transposed",
+    "half_product",
     "halved",
     "largest_eigenvalue",
     "log_determinant",
+    "lower_part_of_upper_product",
     "lower_product",
     "matmul",
     "matvec",
     "matvec_transposed",
     "mirrored",
+    "product_of_lower",
+    "product_with_lower",
     "root_of",
     "solve_lower",
     "solve_lower_transposed",
@@ -161,17 +166,36 @@ def halved(G: Array) -> Array:
     return jnp.where(weights > 0.0, weights * G, 0.0)
 
 
-def mirrored(F: Array) -> Array:
-    """F + Fᵀ, (..., M, M)."""
-    return F + jnp.swapaxes(F, -1, -2)
-
-
 # Below this size the two halves of a triangular matrix are not worth their own products.
 _SPLIT = 256
+
+# Up to this size a sum of a matrix and its transpose is one loop. On CPUs, XLA of JAX 0.10 and 0.11 may unroll such a
+# loop where it is fused with what is around it: from about 900 rows on, it then overflows the stack of its thread.
+_TRANSPOSED = 512
 
 
 def _split(M: int) -> int:
     return 64 * -(-(M // 2) // 64)
+
+
+def mirrored(F: Array) -> Array:
+    """F + Fᵀ, (..., M, M)."""
+    M = F.shape[-1]
+    if M <= _TRANSPOSED:
+        return F + jnp.swapaxes(F, -1, -2)
+    cuts = [*range(0, M, _TRANSPOSED), M]
+    spans = [slice(*span) for span in itertools.pairwise(cuts)]
+    lower = {
+        (i, j): F[..., rows, columns] + jnp.swapaxes(F[..., columns, rows], -1, -2)
+        for i, rows in enumerate(spans)
+        for j, columns in enumerate(spans[: i + 1])
+    }
+
+    def block(i: int, j: int) -> Array:
+        return lower[i, j] if i >= j else jnp.swapaxes(lower[j, i], -1, -2)
+
+    indices = range(len(spans))
+    return jnp.concatenate([jnp.concatenate([block(i, j) for j in indices], axis=-1) for i in indices], axis=-2)
 
 
 def _assemble(upper_left: Array, lower_left: Array, lower_right: Array) -> Array:
@@ -245,23 +269,69 @@ def gram_of_lower(X: Array) -> Array:
 
 def gram_of_rows(X: Array) -> Array:
     """X Xᵀ for lower triangular X, (..., M, M)."""
+    return mirrored(_half_gram_of_rows(X))
+
+
+def _half_gram_of_rows(X: Array) -> Array:
     M, X_t = X.shape[-1], jnp.swapaxes(X, -1, -2)
     if M < _SPLIT:
-        return matmul(X, X_t)
+        return halved(matmul(X, X_t))
     h = _split(M)
     A, C, D = X[..., :h, :h], X[..., h:, :h], X[..., h:, h:]
-    A_t, C_t, D_t = X_t[..., :h, :h], X_t[..., :h, h:], X_t[..., h:, h:]
-    return mirrored(_assemble(halved(matmul(A, A_t)), matmul(C, A_t), halved(matmul(C, C_t) + matmul(D, D_t))))
+    C_t = jnp.swapaxes(C, -1, -2)
+    below = _product_with_upper(C, jnp.swapaxes(A, -1, -2))
+    return _assemble(_half_gram_of_rows(A), below, half_product(C, C_t) + _half_gram_of_rows(D))
+
+
+def half_product(X: Array, Y: Array) -> Array:
+    """Φ(X Y), (..., M, M): what is above the diagonal is not computed, but in small blocks."""
+    M = X.shape[-2]
+    if M < _SPLIT:
+        return halved(matmul(X, Y))
+    h = _split(M)
+    below = matmul(X[..., h:, :], Y[..., :, :h])
+    return _assemble(half_product(X[..., :h, :], Y[..., :, :h]), below, half_product(X[..., h:, :], Y[..., :, h:]))
 
 
 def symmetric_product(X: Array, Y: Array) -> Array:
     """X Yᵀ where it is known to be symmetric, (..., M, M): only its lower half is computed, and mirrored."""
-    M, Y_t = X.shape[-2], jnp.swapaxes(Y, -1, -2)
+    return mirrored(half_product(X, jnp.swapaxes(Y, -1, -2)))
+
+
+def product_of_lower(X: Array, Y: Array) -> Array:
+    """X Y for lower triangular X and Y, (..., M, M), which is lower triangular."""
+    M = X.shape[-1]
     if M < _SPLIT:
-        return matmul(X, Y_t)
+        return matmul(X, Y)
     h = _split(M)
-    upper_left, below = matmul(X[..., :h, :], Y_t[..., :, :h]), matmul(X[..., h:, :], Y_t)
-    return mirrored(_assemble(halved(upper_left), below[..., :h], halved(below[..., h:])))
+    A, C, D = X[..., :h, :h], X[..., h:, :h], X[..., h:, h:]
+    E, F, G = Y[..., :h, :h], Y[..., h:, :h], Y[..., h:, h:]
+    return _assemble(product_of_lower(A, E), product_with_lower(C, E) + lower_product(D, F), product_of_lower(D, G))
+
+
+def product_with_lower(B: Array, X: Array) -> Array:
+    """B X for lower triangular X, (..., M, M), and B, (..., N, M)."""
+    M = X.shape[-1]
+    if M < _SPLIT:
+        return matmul(B, X)
+    h = _split(M)
+    left = product_with_lower(B[..., :h], X[..., :h, :h]) + matmul(B[..., h:], X[..., h:, :h])
+    return jnp.concatenate([left, product_with_lower(B[..., h:], X[..., h:, h:])], axis=-1)
+
+
+def lower_part_of_upper_product(U: Array, B: Array) -> Array:
+    """The lower triangle, with its diagonal, of U B for upper triangular U, (..., M, M), and B, (..., M, M)."""
+    M = U.shape[-1]
+    if M < _SPLIT:
+        return jnp.tril(matmul(U, B))
+    h = _split(M)
+    A, C, D = U[..., :h, :h], U[..., :h, h:], U[..., h:, h:]
+    upper, lower = B[..., :h, :h], B[..., h:, :h]
+    return _assemble(
+        lower_part_of_upper_product(A, upper) + jnp.tril(matmul(C, lower)),
+        upper_product(D, lower),
+        lower_part_of_upper_product(D, B[..., h:, h:]),
+    )
 
 
 def lower_product(X: Array, B: Array) -> Array:

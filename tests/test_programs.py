@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 import dataclasses
+from pathlib import Path
 
 import jax
 from jax.core import Tracer
@@ -15,6 +16,7 @@ import numpyro.distributions as dist
 from numpyro.infer import SVI
 import optax
 import pytest
+from scripts import run
 
 import numpyro_sgp as sgp
 from numpyro_sgp.eager import as_one_program
@@ -154,3 +156,8 @@ def test_an_argument_that_is_no_array_does_not_keep_a_function_from_being_one_pr
     assert_array_equal(compiled("plus", np.arange(2.0)), [1.0, 2.0])
     assert_array_equal(compiled("minus", np.arange(2.0)), [-1.0, 0.0])
     assert seen == [True, True]
+
+
+def test_steps_with_a_thousand_inducing_inputs_or_weights_run():
+    # In a process of its own: where it does not, it is the end of the process.
+    assert run(Path(__file__).with_name("large_matrices_child.py"), "1024") == "tied True 0\nadversarial True 0\n"
