@@ -6,6 +6,8 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
+from numpyro_sgp.linalg import mirrored
+
 __all__ = ["Adversary", "Playing", "adversary_of"]
 
 
@@ -22,7 +24,7 @@ class Adversary:
 
     def projected(self) -> "Adversary":
         """The nearest symmetric matrix in the ball."""
-        B = 0.5 * (self.matrix + jnp.swapaxes(self.matrix, -1, -2))
+        B = 0.5 * mirrored(self.matrix)
         norm = jnp.sqrt(jnp.sum(B * B, axis=(-2, -1), keepdims=True))
         return Adversary(B / jnp.maximum(1.0, norm))
 

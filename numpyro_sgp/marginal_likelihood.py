@@ -17,16 +17,18 @@ from jax.typing import ArrayLike
 
 from numpyro_sgp.linalg import (
     cholesky,
-    congruence_of_upper,
     diagonal,
     gram_of_rows,
-    halved,
+    half_product,
     log_determinant,
+    lower_part_of_upper_product,
     lower_product,
     matmul,
     matvec,
     matvec_transposed,
     mirrored,
+    product_of_lower,
+    product_with_lower,
     solve_lower,
     solve_lower_transposed,
     transposed,
@@ -285,7 +287,7 @@ def evidence_bound(w: Array, F: Array, A: Array, residual: Array, noise: Array, 
 
 def minimax_objective(
     w: Array,
-    P: Array,
+    R: Array,
     B: Array,
     A: Array,
     residual: Array,
@@ -294,14 +296,14 @@ def minimax_objective(
     penalty: ArrayLike,
     form: str = "whitened",
 ) -> Array:
-    """½ [g + log|Ã| + μ⟨B, D⟩] with Ã = σ²P in the place of F: to be minimised over (θ, w, P), maximised over |B| ≤ 1.
+    """½ [g + log|Ã| + μ⟨B, D⟩], Ã = σ²(I + R Rᵀ) in the place of F: minimised over (θ, w, R), maximised over |B| ≤ 1.
 
     D = I − L⁻¹F L⁻ᵀ with Ã = L Lᵀ ("whitened"), whose solution is that of the evidence as soon as μ ≥ √r; or
     D = (Ã − F)/|Ã| ("printed"), which needs μ ≥ |F| |F⁻¹| ≥ r. Linear in F, and so without bias on batches.
 
     Args:
         w: weights, (..., r).
-        P: Ã/σ² ⪰ I, (..., r, r).
+        R: lower triangular, (..., r, r).
         B: the maximising player, symmetric with a Frobenius norm of at most one, (..., r, r).
         A: features of the batch, (..., r, B).
         residual: observations less the prior mean, (..., B).
@@ -317,7 +319,8 @@ def minimax_objective(
     rest = evidence_given(w, A, residual, noise, scale) + 0.5 * r * jnp.log(noise)
     penalty = jnp.asarray(penalty, A.dtype)
     if form == "whitened":
-        return rest + _held_together(P, B, A, jnp.asarray(scale, A.dtype) / noise, penalty)
+        return rest + _held_together(R, B, A, jnp.asarray(scale, A.dtype) / noise, penalty)
+    P = jnp.eye(r, dtype=R.dtype) + gram_of_rows(R)
     matrix = noise[..., None, None] * P
     size = jnp.sqrt(jnp.sum(matrix * matrix, axis=(-2, -1)))
     difference = jnp.sum(B * (matrix - batch_matrix(A, noise, scale)), axis=(-2, -1)) / size
@@ -325,18 +328,19 @@ def minimax_objective(
 
 
 @jax.custom_jvp
-def _held_together(P: Array, B: Array, A: Array, c: Array, penalty: Array) -> Array:
-    """½ [log|P| + μ⟨B, I − X(I + c AAᵀ)Xᵀ⟩], P = L Lᵀ and X = L⁻¹, with the derivative written out.
+def _held_together(R: Array, B: Array, A: Array, c: Array, penalty: Array) -> Array:
+    """½ [log|P| + μ⟨B, I − X(I + c AAᵀ)Xᵀ⟩], P = I + R Rᵀ = L Lᵀ and X = L⁻¹, with the derivative written out.
 
     With G = X(I + c AAᵀ)Xᵀ and Φ the lower triangle with its diagonal halved, the gradient with respect to P is
-    Xᵀ[½I + ½μ(Φ(BG) + Φ(BG)ᵀ)]X, for symmetric B: no factorisation is differentiated.
+    ½ Xᵀ[I + μ(Φ(BG) + Φ(BG)ᵀ)]X, for symmetric B, and that with respect to R the lower triangle of it times 2R: no
+    factorisation is differentiated.
     """
-    return _penalised(P, 0.5 * mirrored(B), A, c, penalty)[0]
+    return _penalised(R, 0.5 * mirrored(B), A, c, penalty)[0]
 
 
-def _penalised(P: Array, B: Array, A: Array, c: Array, penalty: Array) -> tuple[Array, Array, Array, Array]:
+def _penalised(R: Array, B: Array, A: Array, c: Array, penalty: Array) -> tuple[Array, Array, Array, Array]:
     """The value for symmetric B, X, G and X A."""
-    L = cholesky(P)
+    L = cholesky(jnp.eye(R.shape[-1], dtype=R.dtype) + gram_of_rows(R))
     X = triangular_inverse(L)
     U = lower_product(X, A)
     G = gram_of_rows(X) + c[..., None, None] * matmul(U, jnp.swapaxes(U, -1, -2))
@@ -346,15 +350,16 @@ def _penalised(P: Array, B: Array, A: Array, c: Array, penalty: Array) -> tuple[
 
 @_held_together.defjvp
 def _held_together_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
-    P, B, A, c, penalty = primals
-    dP, dB, dA, dc, dpenalty = tangents
+    R, B, A, c, penalty = primals
+    dR, dB, dA, dc, dpenalty = tangents
     B = 0.5 * mirrored(B)
-    value, X, G, U = _penalised(P, B, A, c, penalty)
-    identity, X_t, half = jnp.eye(P.shape[-1], dtype=P.dtype), transposed(X), 0.5 * penalty
-    D, BU = identity - G, matmul(B, U)
-    by_P = congruence_of_upper(X_t, 0.5 * identity + half * mirrored(halved(matmul(B, G))))
+    value, X, G, U = _penalised(R, B, A, c, penalty)
+    X_t, half = transposed(X), 0.5 * penalty
+    D, BU = jnp.eye(R.shape[-1], dtype=R.dtype) - G, matmul(B, U)
+    V = product_of_lower(X, R)
+    by_R = lower_part_of_upper_product(X_t, V + penalty * product_with_lower(mirrored(half_product(B, G)), V))
     by_A = (-2.0 * half * c)[..., None, None] * upper_product(X_t, BU)
-    derivative = jnp.sum(by_P * dP, axis=(-2, -1)) + half * jnp.sum(D * dB, axis=(-2, -1))
+    derivative = jnp.sum(by_R * dR, axis=(-2, -1)) + half * jnp.sum(D * dB, axis=(-2, -1))
     derivative = derivative + jnp.sum(by_A * dA, axis=(-2, -1)) - half * jnp.sum(U * BU, axis=(-2, -1)) * dc
     derivative = derivative + 0.5 * jnp.sum(D * B, axis=(-2, -1)) * dpenalty
     return value, jnp.broadcast_to(derivative, value.shape)

@@ -6,7 +6,7 @@ from grids import representative
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.testing import assert_allclose
+from numpy.testing import assert_allclose, assert_array_equal
 import oracles
 import pytest
 
@@ -334,13 +334,14 @@ def test_tempered_sites_are_differentiated_as_the_dense_formula_is():
 @pytest.mark.usefixtures("x64")
 def test_the_whitened_minimax_objective_is_differentiated_as_its_factorisation_would_be(size):
     rng = np.random.default_rng(3)
-    root, player = rng.normal(size=(size, size)) / size**0.5, rng.normal(size=(size, size)) / size
-    P, B, A = np.eye(size) + root @ root.T, 0.5 * (player + player.T), rng.normal(size=(size, N)) / size**0.5
+    root, player = np.tril(rng.normal(size=(size, size))) / size**0.5, rng.normal(size=(size, size)) / size
+    B, A = 0.5 * (player + player.T), rng.normal(size=(size, N)) / size**0.5
     w, residual = rng.normal(size=size), rng.normal(size=N)
-    arguments = tuple(map(jnp.asarray, (w, P, B, A, residual, 0.3, 4.0, 2.2)))
+    arguments = tuple(map(jnp.asarray, (w, root, B, A, residual, 0.3, 4.0, 2.2)))
 
-    def dense(w, P, B, A, residual, noise, scale, penalty):
-        P = symmetric(P)
+    def dense(w, root, B, A, residual, noise, scale, penalty):
+        root = jnp.tril(root)
+        P = jnp.eye(size) + root @ root.T
         whitener = jnp.linalg.inv(jnp.linalg.cholesky(noise * P))
         F = scale * A @ A.T + noise * jnp.eye(size)
         D = jnp.eye(size) - whitener @ F @ whitener.T
@@ -351,21 +352,22 @@ def test_the_whitened_minimax_objective_is_differentiated_as_its_factorisation_w
     everything = [jax.jit(jax.value_and_grad(f, argnums=tuple(range(8)))) for f in (minimax_objective, dense)]
     (value, gradient), (expected, reference) = (f(*arguments) for f in everything)
     assert_allclose(value, expected, rtol=1e-12)
-    for index, (mine, theirs) in enumerate(zip(*map(symmetric_where_square, (gradient, reference)), strict=True)):
+    assert_array_equal(gradient[1], jnp.tril(gradient[1]))
+    gradient, reference = ((*x[:2], symmetric(x[2]), *x[3:]) for x in (gradient, reference))
+    for index, (mine, theirs) in enumerate(zip(gradient, reference, strict=True)):
         assert_allclose(mine, theirs, rtol=1e-9, atol=1e-9 * np.abs(theirs).max(), err_msg=str(index))
 
 
 @pytest.mark.usefixtures("x64")
 def test_minimax_gradients_of_several_latents_are_those_of_each():
     rng = np.random.default_rng(4)
-    root = rng.normal(size=(2, M, M))
-    P, B = np.eye(M) + root @ np.swapaxes(root, -1, -2), np.stack([np.eye(M), -np.eye(M)]) / 3.0
+    root, B = np.tril(rng.normal(size=(2, M, M))), np.stack([np.eye(M), -np.eye(M)]) / 3.0
     noise, A = np.array([0.3, 0.6]), rng.normal(size=(M, N))  # the features of all latents are the same
     w, residual = rng.normal(size=(2, M)), rng.normal(size=(2, N))
-    arguments = tuple(map(jnp.asarray, (w, P, B, A, residual, noise)))
+    arguments = tuple(map(jnp.asarray, (w, root, B, A, residual, noise)))
 
-    def total(w, P, B, A, residual, noise):
-        return jnp.sum(minimax_objective(w, P, B, A, residual, noise, 4.0, 2.2))
+    def total(w, root, B, A, residual, noise):
+        return jnp.sum(minimax_objective(w, root, B, A, residual, noise, 4.0, 2.2))
 
     together = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3, 4, 5)))(*arguments)
     apart = jax.jit(jax.vmap(jax.grad(total, argnums=(0, 1, 2, 3, 4, 5)), in_axes=(0, 0, 0, None, 0, 0)))(*arguments)
@@ -390,6 +392,11 @@ def test_a_gradient_with_respect_to_hyperparameters_of_weights_makes_one_matrix_
     assert flops(jax.grad(loss, argnums=1)) - flops(loss) > 0.65 * 2 * r**3
 
 
+def halved_diagonal(X):
+    """Half of the diagonal, as a matrix."""
+    return 0.5 * X * np.eye(X.shape[-1])
+
+
 @pytest.mark.usefixtures("x64")
 def test_products_that_use_triangles_and_symmetry_are_the_plain_products():
     rng = np.random.default_rng(5)
@@ -410,6 +417,15 @@ def test_products_that_use_triangles_and_symmetry_are_the_plain_products():
     assert_allclose(linalg.lower_product(L, B), L @ B, rtol=1e-9, atol=1e-9)
     assert_allclose(linalg.upper_product(U, B), U @ B, rtol=1e-9, atol=1e-9)
     assert_allclose(linalg.lower_product(L, B[:, :1]), L @ B[:, :1], rtol=1e-9, atol=1e-9)
+    assert_allclose(linalg.half_product(L, W) + np.triu(L @ W, 1), L @ W - halved_diagonal(L @ W), rtol=1e-9, atol=1e-9)
+    assert_allclose(linalg.product_of_lower(L, L[::-1]), L @ L[::-1], rtol=1e-9, atol=1e-9)
+    assert_allclose(linalg.product_with_lower(B.T, L), B.T @ L, rtol=1e-9, atol=1e-9)
+    assert_allclose(linalg.lower_part_of_upper_product(U, W), np.tril(U @ W), rtol=1e-9, atol=1e-9)
+
+
+def test_a_large_matrix_and_its_transpose_are_added_in_blocks():
+    F = np.random.default_rng(6).normal(size=(2, 2 * linalg._TRANSPOSED + 70, 2 * linalg._TRANSPOSED + 70))
+    assert_array_equal(jax.jit(linalg.mirrored)(F), F.astype(np.float32) + np.swapaxes(F.astype(np.float32), -1, -2))
 
 
 @pytest.mark.parametrize("product", [linalg.lower_product, linalg.upper_product, linalg.symmetric_product])

@@ -14,7 +14,6 @@ from numpyro.infer.elbo import ELBO
 
 from numpyro_sgp.adversary import adversary_of
 from numpyro_sgp.autoguide import AbstractAutoSparseGP
-from numpyro_sgp.linalg import gram_of_rows
 from numpyro_sgp.marginal_likelihood import (
     batch_matrix,
     dense_log_evidence,
@@ -230,10 +229,9 @@ class MinimaxMarginalLikelihood(_MarginalLikelihood):
                 UserWarning,
                 stacklevel=2,
             )
-        P = jnp.eye(r, dtype=R.dtype) + gram_of_rows(R)
         B = adversary_of(data.parameter(guide, "B"))
         m = data.parameter(guide, "m")
-        loss = minimax_objective(m, P, B, A, data.residual, data.noise, data.scale, penalty, self.form)
+        loss = minimax_objective(m, R, B, A, data.residual, data.noise, data.scale, penalty, self.form)
         return data.objective(loss), data.mutable_state
 
 
