@@ -38,7 +38,6 @@ from numpyro_sgp.linalg import (
 )
 from numpyro_sgp.mean_basis import AbstractMeanBasis
 from numpyro_sgp.process import Guide, ProcessPosterior, TableProcess, drawable_of
-from numpyro_sgp.pytrees import split_arrays
 from numpyro_sgp.variables import POINTS
 
 __all__ = ["FunctionDraws", "priors", "sample_functions"]
@@ -202,15 +201,14 @@ def priors(
     guide: Guide, rng_key: Array, params: Mapping[str, Any], *args: Any, **kwargs: Any
 ) -> dict[str, tuple[Any, Array, Array]]:
     """The kernel of each GP site, its inputs and its prior mean there, without what a posterior there costs."""
-    fixed, arrays = split_arrays((args, kwargs))
 
     @jax.jit
-    def of(params: Mapping[str, Any], arrays: list) -> dict[str, tuple[Any, Array, Array]]:
-        args, kwargs = fixed(arrays)
+    def of(params: Mapping[str, Any]) -> dict[str, tuple[Any, Array, Array]]:
+        # Arguments as the caller gave them, so that a model may look at their values, as under `SVI.run`.
         posteriors = guide.posterior(rng_key, params, *args, **kwargs)
         return {site: (q.prior.kernel, q.prior.X, q.prior.prior_mean) for site, q in posteriors.items()}
 
-    return of(params, arrays)
+    return of(params)
 
 
 def sample_functions(
@@ -263,18 +261,17 @@ def sample_functions(
             for number, (site, (process, X)) in enumerate(processes(key_process, params, args, kwargs).items())
         }
 
-    fixed, arrays = split_arrays((args, kwargs))
-
     @jax.jit
-    def shared(params: Mapping[str, Any], arrays: list) -> dict[str, tuple[FunctionDraws, Array]]:
+    def shared(params: Mapping[str, Any]) -> dict[str, tuple[FunctionDraws, Array]]:
         # What all draws have in common, whatever their hyperparameters; nothing else of a process is computed here.
-        found = processes(rng_key, params, *fixed(arrays))
+        # Arguments as the caller gave them, here as in each draw.
+        found = processes(rng_key, params, args, kwargs)
         return {
             site: (FunctionDraws(process.inducing, process.mean_basis, None, process.batch_shape), X[:0])
             for site, (process, X) in found.items()
         }
 
-    functions = shared(params, arrays)
+    functions = shared(params)
     draws = jax.lax.map(draw, jax.random.split(rng_key, num_samples))
     result = {}
     for site, (common, X) in functions.items():

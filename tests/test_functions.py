@@ -375,6 +375,23 @@ def test_functions_are_drawn_inside_of_a_compiled_program(name):
 
 
 @pytest.mark.once
+def test_a_model_may_look_at_the_values_of_its_arguments():
+    group = np.array([0, 2, 1, 1, 0, 2, 0])
+
+    def grouped(X, group, y=None):
+        with numpyro.plate("groups", len(np.unique(group))):
+            level = numpyro.sample("level", dist.Normal(0.0, 1.0))
+        f = numpyro.sample("f", sgp.GaussianProcess(Matern52(1.1), X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f + level[group], NOISE), obs=y)
+
+    guide = sgp.AutoSVGP(grouped, Z)
+    params = arbitrary_parameters(grouped, guide, X, group, y)
+    functions = sample_functions(guide, jax.random.key(1), params, X, group, num_samples=2)
+    assert functions["f"](X_new).shape == (2, N_NEW)
+
+
+@pytest.mark.once
 def test_inputs_of_another_width_and_wrong_counts_raise():
     f = functions_of(plain)
     with pytest.raises(ValueError, match=r"`X_new` has shape .*, but this GP has inputs of 2 columns"):
