@@ -49,6 +49,11 @@ class AbstractPosteriorFamily(ABC):
     over_weights = False
     has_cavities = True
 
+    @property
+    def kept_by(self) -> str | None:
+        """The loss that keeps the mutable state, under any other of which it would stay as it starts; None without."""
+        return None
+
     @abstractmethod
     def moments(
         self, param: Callable[[str, Any], Any], prior: GaussianProcess, batch_shape: tuple[int, ...]

@@ -21,7 +21,7 @@ from numpyro_sgp.conditionals import standard_deviation
 from numpyro_sgp.distributions import SparsePosterior, unwrap
 from numpyro_sgp.elbo.rules import Rule, rules_of
 from numpyro_sgp.elbo.sampled import check_sampled, integrate_sampled, sampled_site
-from numpyro_sgp.elbo.traces import Trace, check_outcomes, posteriors_of, sample_sites, scaled_log_prob
+from numpyro_sgp.elbo.traces import Trace, check_kept, check_outcomes, posteriors_of, sample_sites, scaled_log_prob
 from numpyro_sgp.quadrature import product_grid
 
 __all__ = ["Particle", "QuadratureELBO"]
@@ -98,19 +98,31 @@ class QuadratureELBO(ELBO):
         self.num_samples = num_samples
         super().__init__(num_particles=num_particles, vectorize_particles=vectorize_particles)
 
+    def loss(
+        self, rng_key: Array, param_map: dict[str, Any], model: Callable, guide: Callable, *args: Any, **kwargs: Any
+    ) -> Array:
+        """The negative ELBO; see `numpyro.infer.elbo.ELBO`."""
+        return self._evaluated(rng_key, param_map, model, guide, args, kwargs, training=False)["loss"]
+
     def loss_with_mutable_state(
+        self, rng_key: Array, param_map: dict[str, Any], model: Callable, guide: Callable, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The negative ELBO and the new mutable state, to train with; see `numpyro.infer.elbo.ELBO`."""
+        return self._evaluated(rng_key, param_map, model, guide, args, kwargs, training=True)
+
+    def _evaluated(
         self,
         rng_key: Array,
         param_map: dict[str, Any],
         model: Callable,
         guide: Callable,
-        *args: Any,
-        **kwargs: Any,
+        args: tuple,
+        kwargs: dict,
+        *,
+        training: bool,
     ) -> dict[str, Any]:
-        """The negative ELBO and the new mutable state; see `numpyro.infer.elbo.ELBO`."""
-
         def particle(key: Array) -> tuple[Array, dict[str, Any] | None]:
-            return Particle(self, key, param_map, model, guide, args, kwargs).elbo()
+            return Particle(self, key, param_map, model, guide, args, kwargs, training=training).elbo()
 
         if self.num_particles == 1:
             elbo, mutable_state = particle(rng_key)
@@ -133,7 +145,10 @@ class Particle:
         guide: Callable,
         args: tuple,
         kwargs: dict,
+        *,
+        training: bool = False,
     ) -> None:
+        self.training = training
         self.loss, self.params, self.model, self.guide = loss, dict(params), model, guide
         self.args, self.kwargs = args, kwargs
         self.model_key, self.guide_key, self.noise_key = jax.random.split(rng_key, 3)
@@ -182,6 +197,8 @@ class Particle:
 
     def elbo_given(self, guide_trace: Trace, parents: frozenset[str]) -> tuple[Array, dict[str, Any] | None]:
         sites = posteriors_of(guide_trace)
+        if self.training:
+            check_kept(sites, self.guide, type(self.loss).__name__)
         model_trace = self.run_model(guide_trace, {})
         check_model_guide_match(model_trace, guide_trace)
         check_outcomes(model_trace)

@@ -1,5 +1,6 @@
 """What a loss reads from a trace of a model or a guide."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from jax import Array
@@ -8,7 +9,7 @@ from numpyro.distributions.util import scale_and_mask
 
 from numpyro_sgp.distributions import SparsePosterior, unwrap
 
-__all__ = ["Trace", "check_outcomes", "posteriors_of", "sample_sites", "scaled_log_prob"]
+__all__ = ["Trace", "check_kept", "check_outcomes", "posteriors_of", "sample_sites", "scaled_log_prob"]
 
 Trace = dict[str, dict[str, Any]]
 
@@ -31,6 +32,21 @@ def scaled_log_prob(site: dict[str, Any]) -> Array:
     else:
         log_prob = site["fn"].log_prob(site["value"])
     return scale_and_mask(log_prob, site["scale"])
+
+
+def check_kept(sites: Iterable[str], guide: Any, loss: str) -> None:
+    """Raise where the posterior of a site has state that another loss keeps, so that this one would not train it."""
+    family = getattr(guide, "family", None)
+    if not callable(family):
+        return
+    for site in sites:
+        kept_by = getattr(family(site), "kept_by", None)
+        if kept_by is not None:
+            msg = (
+                f"The covariance of {site!r} is in an average that `{kept_by}` keeps, and would stay as it is under "
+                f"`{loss}`. Train with that loss, or take another `parametrization` of the guide."
+            )
+            raise TypeError(msg)
 
 
 def check_outcomes(trace: Trace) -> None:
