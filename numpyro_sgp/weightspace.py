@@ -26,7 +26,7 @@ from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
 from numpyro_sgp.families import AbstractPosteriorFamily
 from numpyro_sgp.features import as_finite_rank
 from numpyro_sgp.finite_rank import has_correlated_weights, weight_precision, whiten_features, whitened_features
-from numpyro_sgp.linalg import gram_of_rows, matvec
+from numpyro_sgp.linalg import gram_of_rows
 from numpyro_sgp.process import ProcessPosterior, process_from_moments
 from numpyro_sgp.sites import Perturbed, TiedSites, sites_of
 from numpyro_sgp.variables import Fitted, Variables
@@ -69,6 +69,11 @@ class WeightSpace(AbstractPosteriorFamily):
     memory_limit: float = 2.0**32
     refresh: int = 1
     over_weights = True
+
+    @property
+    def kept_by(self) -> str | None:
+        """F̃ is an average that only one loss takes."""
+        return "CompositionalMarginalLikelihood" if self.parametrization == "averaged" else None
 
     def __post_init__(self) -> None:
         if self.parametrization not in _PARAMETRIZATIONS:
@@ -148,18 +153,17 @@ class WeightSpace(AbstractPosteriorFamily):
         return weight_space_mean(m, Lambda2, Phi, jnp.ones(r, Phi.dtype))
 
     def _mean_and_sums(self, param: Callable, kernel: Any, Phi: Array, batch_shape: tuple[int, ...]) -> Moments:
-        whitened = whiten_features(kernel, Phi)
         r, dtype = Phi.shape[-1], Phi.dtype
         m = param("m", jnp.zeros((*batch_shape, r), dtype))
         none = jnp.zeros((*batch_shape, 0), dtype)
         value = param("sites", TiedSites(none, jnp.zeros((*batch_shape, r, r), dtype)))
         self._check_kind(value)
-        # The sums are over the features themselves, which the variance of a kernel does not move.
-        basis, s = (
-            (whitened, jnp.ones(r, dtype)) if has_correlated_weights(kernel) else (Phi, weight_precision(kernel, Phi))
-        )
-        q = weight_space(jnp.zeros_like(m), sites_of(value).Lambda2, basis, s)
-        q = q._replace(mean=matvec(whitened, m), kl=q.kl + 0.5 * jnp.sum(m * m, axis=-1))
+        # The mean is that of whitened weights. The sums are over the features themselves, which the variance of a
+        # kernel does not move.
+        correlated = has_correlated_weights(kernel)
+        basis = whiten_features(kernel, Phi) if correlated else Phi
+        s = jnp.ones(r, dtype) if correlated else weight_precision(kernel, Phi)
+        q = weight_space_mean(m / jnp.sqrt(s), sites_of(value).Lambda2, basis, s)
         return perturbed_moments(value, jnp.swapaxes(basis, -1, -2), q) if isinstance(value, Perturbed) else q
 
     def _check_kind(self, value: Any) -> None:

@@ -595,6 +595,8 @@ def test_a_stable_run_is_the_run_where_nothing_is_refused():
         ({"e_steps": -1}, ValueError, "`e_steps` must be a non-negative integer, got -1"),
         ({"m_steps": 1.5}, ValueError, "`m_steps` must be a non-negative integer, got 1.5"),
         ({"e_steps": 0, "m_steps": 0}, ValueError, "both 0"),
+        ({"floor": np.nan}, ValueError, "`floor` must be a finite number or None, got nan"),
+        ({"floor": "none"}, ValueError, "`floor` must be a finite number or None, got 'none'"),
         ({"others": numpyro.optim.Adam(1e-2)}, TypeError, "`others` must be an optax transformation, got Adam"),
     ],
 )

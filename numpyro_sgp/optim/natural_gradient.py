@@ -1,6 +1,7 @@
 """`NaturalGradient`: natural steps for sites, any optax transformation for the rest, in one forward pass."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -102,7 +103,8 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
             held for several steps (`refresh` of `AutoWeightSpaceGP`).
 
     Raises:
-        ValueError: `step_size` outside (0, 1], a negative number of steps, or none at all.
+        ValueError: `step_size` outside (0, 1], a negative number of steps, or none at all; a `floor` that is no
+            finite number.
         TypeError: `others` is not an optax transformation.
 
     References:
@@ -135,6 +137,8 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
         self.e_steps = int(e_steps)
         self.m_steps = int(m_steps)
         self.in_turn = in_turn
+        if floor is not None:
+            checked("floor", floor, lambda least: -math.inf < least < math.inf, "be a finite number or None", "Use 0.")
         self.floor = floor
 
     def init(self, params: Params) -> tuple[Array, NaturalGradientState]:
@@ -142,8 +146,9 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
         sites, others = _split(params)
         if not sites:
             msg = (
-                f"`NaturalGradient` found no sites among the parameters {sorted(params)}. Use `AutoTSVGP` or "
-                "`AutoSVGP(natural=True)` as the guide, or give SVI a plain optax optimizer."
+                f"`NaturalGradient` found no sites among the parameters {sorted(params)}. Use `AutoTSVGP`, "
+                '`AutoSVGP(natural=True)`, or `AutoWeightSpaceGP` with parametrization "natural" or "mean" as the '
+                "guide, or give SVI a plain optax optimizer."
             )
             raise ValueError(msg)
         if self.floor is None or self.floor < 0.0:
