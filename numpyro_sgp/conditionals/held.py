@@ -56,7 +56,7 @@ class HeldSites(AbstractSites):
     m: Array
     root: Array
     divergence: Array
-    # No integers, of which optimizers that take gradients of all parameters would not say why they refuse them.
+    # Not integers: an optimizer that asks for gradients of all parameters would refuse those, and not say why.
     age: Array
     interval: Array
     refresh: int = dataclasses.field(metadata={"static": True})
@@ -133,9 +133,8 @@ def _fixed(*parts: Array) -> tuple[Array, ...]:
 def _fixed_jvp(primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
     if any(tangent is not None for tangent in given_tangents(tangents)):
         msg = (
-            "A posterior that is held for several steps is made of the sums of natural steps, and has no derivative "
-            "with respect to its parameters, as optimizers take that are made for any. Use `NaturalGradient`, or leave "
-            "out `refresh` of the guide."
+            "A posterior that is held for several steps is made of the sums of natural steps: its parameters have no "
+            "gradient, which other optimizers ask for. Use `NaturalGradient`, or leave out `refresh` of the guide."
         )
         raise TypeError(msg)
     return primals, tangents_like(primals, [None] * len(primals))

@@ -60,8 +60,8 @@ def warn_of_averages(svi: SVI, state: Any, batch_size: int, rows: int, num_steps
             f"The posterior over the {rank} weights of {site!r} is an average over about B/ρ = "
             f"{batch_size}/{rate:.3g} = {averaged:.0f} rows half-way through this run. Fewer than "
             f"{_ROWS_FOR_EACH_WEIGHT} for each weight leave noise in it to which the hyperparameters adapt. Give "
-            f"`NaturalGradient` a `step_size` of {batch_size / (_ROWS_FOR_EACH_WEIGHT * rank):.2g} or less, such as "
-            "the schedule `lambda t: 0.5 * (1.0 + t) ** -0.5` in a long run, or take larger batches.",
+            f"`NaturalGradient` a `step_size` of {batch_size / (_ROWS_FOR_EACH_WEIGHT * rank):.2g} or less, or a "
+            "schedule that falls to it, or take larger batches.",
             UserWarning,
             stacklevel=3,
         )

@@ -165,8 +165,8 @@ class MinimaxMarginalLikelihood(_MarginalLikelihood):
 
     The value is an unbiased estimate of ½ Ψ on batches; see `minimax_objective`. For the guide
     `AutoWeightSpaceGP(model, parametrization="adversarial", base=AutoDelta)`, the optimizer `DescentAscent`, and a
-    normal likelihood. Any other optimizer leaves the maximising player where it starts, which with the default penalty
-    is the bound that `parametrization="root"` has.
+    normal likelihood. Any other optimizer leaves the maximising player where it starts: with the default form and
+    penalty that is the bound of `parametrization="root"`.
 
     Args:
         form: "whitened", the Frobenius norm of I − L⁻¹F L⁻ᵀ, whose minimum is that of the evidence when the penalty is
