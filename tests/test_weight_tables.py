@@ -304,3 +304,25 @@ def test_mistakes_are_told():
         guide.augmented_variance(jax.random.key(0), params, X_NEW[:, :1], X, noise_scale=NOISE)
     with pytest.raises(TypeError, match=r"guide\.posterior"):
         sgp.process_posterior(guide, jax.random.key(0), params, X)
+
+
+def test_a_mean_is_given_to_a_model_that_looks_at_the_values_of_its_arguments():
+    group = np.array([0, 2, 1, 1, 0, 2])
+    inputs, values = np.linspace(-1.0, 1.0, 12).reshape(6, 2), np.arange(6.0)
+
+    def means(count):
+        def model(X, group, y=None):
+            with numpyro.plate("groups", count(group)):
+                level = numpyro.sample("level", dist.Normal(0.0, 1.0))
+            kernel = sgp.features.RandomFourier(sgp.kernels.SquaredExponential(1.0), 40, jax.random.key(0))
+            f = numpyro.sample("f", sgp.GaussianProcess(kernel, X))
+            with numpyro.plate("data", X.shape[0]):
+                numpyro.sample("y", dist.Normal(f + level[group], 0.3), obs=y)
+
+        guide = sgp.AutoQSGP(model, basis_batch=4, covariance="chevron")
+        params = guides.initial_parameters(model, guide, inputs, group, values)
+        return guide.with_mean(jax.random.key(0), params, values, inputs, group)["f_auto_basis"].values[:, 0]
+
+    found = means(lambda group: len(np.unique(group)))
+    assert np.abs(found).max() > 0.0
+    assert_allclose(found, means(lambda group: 3), rtol=1e-12)
