@@ -268,7 +268,7 @@ def test_it_is_t_svgp_where_inducing_inputs_span_the_features():
     for guide in guides:
         params = stepped(model, guide, {}, 0.5, X, y, steps=8)
         bounds.append(loss_at(params, model, guide, X, y))
-    assert_allclose(bounds[0], bounds[1], rtol=1e-4)
+    assert_allclose(bounds[0], bounds[1], rtol=1e-5)
     start = loss_at(initial_parameters(model, guides[0], X, y), model, guides[0], X, y)
     assert start - bounds[0] > 1.0
 
