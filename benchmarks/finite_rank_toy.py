@@ -27,7 +27,7 @@ import optax
 from scipy.optimize import minimize
 
 import numpyro_sgp as sgp
-from numpyro_sgp.marginal_likelihood import log_evidence
+from numpyro_sgp.math.marginal_likelihood import log_evidence
 
 N, D, RANK, BATCH = 500, 3, 20, 10
 RATES = [0.03, 0.01, 0.003]

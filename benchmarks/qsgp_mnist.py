@@ -22,7 +22,7 @@ from numpyro.infer import SVI
 import optax
 
 import numpyro_sgp as sgp
-from numpyro_sgp.quadrature import gauss_hermite
+from numpyro_sgp.math.quadrature import gauss_hermite
 
 # Accuracy, mean negative log probability and minutes on its GPU, with m = 10⁶, M = 20000 and B = 100.
 PAPER = {"accuracy": 0.9785, "nlp": 0.068, "minutes": 11.1}

@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgp import conditionals, features, kernels
-from numpyro_sgp.linalg import cholesky
-from numpyro_sgp.tables import draw_index
+from numpyro_sgp import features, kernels
+from numpyro_sgp.math.linalg import cholesky
+from numpyro_sgp.posteriors.quadruply_stochastic import formulas as quadruply_stochastic_formulas
+from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import draw_index
 
 METHODS = ("paper", "U-statistic", "Nyström")
 
@@ -34,7 +35,7 @@ def estimate(key, kernel, X, X_p, L, mu, a, *, method, M, B, P):
     keys = jax.random.split(key, 3)
     rows = jax.random.randint(keys[0], (B,), 0, n)
     i = draw_index(keys[1], m, M)
-    sample = conditionals.inclusion(m, M)
+    sample = quadruply_stochastic_formulas.inclusion(m, M)
     if method == "paper":
         j = draw_index(keys[2], m, M)
         Phi_i, Phi_j, p_i, p_j = (kernel.features(at, index) for at in (X[rows], X_p) for index in (i, j))
@@ -57,11 +58,11 @@ def estimate(key, kernel, X, X_p, L, mu, a, *, method, M, B, P):
         w, d = mu[i][:, None], change[:, None]
         residual = None
         if P and method == "Nyström":
-            residual = conditionals.nystrom_residual(L, kernel.kernel(X_p, X[rows]), Phi_p, a[:, None])
-        _, squares = conditionals.linear_and_square(Phi, w, d, sample, residual)
+            residual = quadruply_stochastic_formulas.nystrom_residual(L, kernel.kernel(X_p, X[rows]), Phi_p, a[:, None])
+        _, squares = quadruply_stochastic_formulas.linear_and_square(Phi, w, d, sample, residual)
         extra = 0.0
         if P and method == "U-statistic":
-            extra = conditionals.control_variate(Phi_p, w, d, a[:, None], sample)[0]
+            extra = quadruply_stochastic_formulas.control_variate(Phi_p, w, d, a[:, None], sample)[0]
         return n / B * jnp.sum(squares + extra)
 
     value, gradient = jax.value_and_grad(loss)(jnp.zeros(M))

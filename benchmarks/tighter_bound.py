@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgp.conditionals import dual_projected, natural_whitened, project, unwhitened, whitened
 from numpyro_sgp.inducing import InducingPoints
 from numpyro_sgp.kernels import SquaredExponential
-from numpyro_sgp.linalg import cholesky, triangular_inverse
-from numpyro_sgp.quadrature import gauss_hermite
+from numpyro_sgp.math.linalg import cholesky, triangular_inverse
+from numpyro_sgp.math.quadrature import gauss_hermite
+from numpyro_sgp.posteriors.dual.formulas import dual_projected, natural_whitened
+from numpyro_sgp.posteriors.moments import project
+from numpyro_sgp.posteriors.whitened.formulas import unwhitened, whitened
 
 FORMS = ("t-SVGP", "whitened SVGP", "unwhitened SVGP")
 

@@ -8,11 +8,11 @@ from importlib.metadata import PackageNotFoundError, version
 from numpyro_sgp import diagnostics as diagnostics
 from numpyro_sgp import features as features
 from numpyro_sgp import kernels as kernels
-from numpyro_sgp.autoguide import AutoSparseGP
-from numpyro_sgp.decoupled import AutoDecoupledGP, Decoupled
 from numpyro_sgp.diagnostics.inference_data import to_arviz
-from numpyro_sgp.distributions import GaussianProcess, SparsePosterior
-from numpyro_sgp.elbo import QuadratureELBO
+from numpyro_sgp.distributions.gaussian_process import GaussianProcess
+from numpyro_sgp.distributions.reparam import InducingReparam
+from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
+from numpyro_sgp.distributions.sparse_regression import RegressionPosterior, SparseGPRegression
 from numpyro_sgp.fitting import (
     AbstractCallback,
     Checkpoint,
@@ -22,6 +22,7 @@ from numpyro_sgp.fitting import (
     load_checkpoint,
     save_checkpoint,
 )
+from numpyro_sgp.guides.guide import AutoSparseGP
 from numpyro_sgp.inducing import (
     BoundedInducingPoints,
     GrowingInducing,
@@ -35,20 +36,22 @@ from numpyro_sgp.inducing import (
     suggest_num_inducing,
     trace_error,
 )
-from numpyro_sgp.marginal_losses import (
+from numpyro_sgp.losses.marginal_likelihood import (
     BatchMarginalLikelihood,
     CompositionalMarginalLikelihood,
     MinimaxMarginalLikelihood,
 )
+from numpyro_sgp.losses.quadrature_elbo import QuadratureELBO
 from numpyro_sgp.optim import DescentAscent, DualAscent, GrowBasis, NaturalGradient, RowSparse, num_refused
-from numpyro_sgp.predict import FunctionDraws
-from numpyro_sgp.process import ProcessPosterior, process_posterior
-from numpyro_sgp.qsgp import AutoQSGP, QuadruplyStochastic, RelevantVectors
-from numpyro_sgp.regression import RegressionPosterior, SparseGPRegression
-from numpyro_sgp.reparam import InducingReparam
-from numpyro_sgp.svgp import AutoSVGP, NaturalWhitened, Unwhitened, Whitened
-from numpyro_sgp.tsvgp import AutoTSVGP, Dual
-from numpyro_sgp.weightspace import AutoWeightSpaceGP, WeightSpace
+from numpyro_sgp.posteriors.decoupled.family import Decoupled
+from numpyro_sgp.posteriors.decoupled.guide import AutoDecoupledGP
+from numpyro_sgp.posteriors.dual.guide import AutoTSVGP, Dual
+from numpyro_sgp.posteriors.functions import FunctionDraws
+from numpyro_sgp.posteriors.process import ProcessPosterior, process_posterior
+from numpyro_sgp.posteriors.quadruply_stochastic.family import QuadruplyStochastic
+from numpyro_sgp.posteriors.quadruply_stochastic.guide import AutoQSGP, RelevantVectors
+from numpyro_sgp.posteriors.weight_space.guide import AutoWeightSpaceGP, WeightSpace
+from numpyro_sgp.posteriors.whitened.guide import AutoSVGP, NaturalWhitened, Unwhitened, Whitened
 
 try:
     __version__ = version("numpyro-sgp")

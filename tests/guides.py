@@ -7,8 +7,8 @@ from numpyro.primitives import Messenger
 import optax
 
 import numpyro_sgp as sgp
-from numpyro_sgp.distributions import rewrap, unwrap
-from numpyro_sgp.sites import DatumSites, TiedSites
+from numpyro_sgp.distributions.wrappers import rewrap, unwrap
+from numpyro_sgp.posteriors.natural_parameters import DatumSites, TiedSites
 
 
 class OnBasis(Messenger):

@@ -11,12 +11,13 @@ import optax
 import pytest
 
 import numpyro_sgp as sgp
-from numpyro_sgp.conditionals import dual_per_datum, dual_projected, project, projected_at
 from numpyro_sgp.inducing import InducingPoints
 from numpyro_sgp.kernels import SquaredExponential
-from numpyro_sgp.linalg import solve_lower
-from numpyro_sgp.sites import TiedSites
-from numpyro_sgp.tsvgp import shared_covariance
+from numpyro_sgp.math.linalg import solve_lower
+from numpyro_sgp.posteriors.dual.formulas import dual_per_datum, dual_projected, projected_at
+from numpyro_sgp.posteriors.dual.guide import shared_covariance
+from numpyro_sgp.posteriors.moments import project
+from numpyro_sgp.posteriors.natural_parameters import TiedSites
 
 N, M, JITTER = 40, 6, 1e-6
 KERNEL = SquaredExponential(0.7, 1.3)

@@ -7,8 +7,9 @@ from numpy.testing import assert_allclose
 import oracles
 import pytest
 
-from numpyro_sgp import conditionals
-from numpyro_sgp.linalg import solve_lower, solve_lower_transposed, triangular_inverse
+from numpyro_sgp.math.linalg import solve_lower, solve_lower_transposed, triangular_inverse
+from numpyro_sgp.posteriors.dual import formulas as dual_formulas
+from numpyro_sgp.posteriors.whitened import formulas as whitened_formulas
 
 pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.once]
 
@@ -39,27 +40,30 @@ def from_precision(linear, precision):
 
 def cases():
     K_inverse, L_inverse = np.linalg.inv(KUU), np.linalg.inv(L)
-    c = conditionals
     return {
-        "whitened": (c.whitened, (M_VECTOR, ROOT, A, KFF_DIAGONAL), (L @ M_VECTOR, L @ ROOT @ ROOT.T @ L.T)),
-        "unwhitened": (c.unwhitened, (M_VECTOR, ROOT, L, A, KFF_DIAGONAL), (M_VECTOR, ROOT @ ROOT.T)),
+        "whitened": (
+            whitened_formulas.whitened,
+            (M_VECTOR, ROOT, A, KFF_DIAGONAL),
+            (L @ M_VECTOR, L @ ROOT @ ROOT.T @ L.T),
+        ),
+        "unwhitened": (whitened_formulas.unwhitened, (M_VECTOR, ROOT, L, A, KFF_DIAGONAL), (M_VECTOR, ROOT @ ROOT.T)),
         "natural_whitened": (
-            c.natural_whitened,
+            dual_formulas.natural_whitened,
             (LAMBDA1, LAMBDA2, A, KFF_DIAGONAL),
             from_precision(L_inverse.T @ LAMBDA1, L_inverse.T @ LAMBDA2 @ L_inverse),
         ),
         "dual": (
-            c.dual,
+            dual_formulas.dual,
             (LAMBDA1, LAMBDA2, L, A, KFF_DIAGONAL),
             from_precision(K_inverse @ LAMBDA1, K_inverse @ LAMBDA2 @ K_inverse),
         ),
         "dual_projected": (
-            c.dual_projected,
+            dual_formulas.dual_projected,
             (LAMBDA1, LAMBDA2, L.T, A, KFF_DIAGONAL),
             from_precision(LAMBDA1, LAMBDA2),
         ),
         "dual_per_datum": (
-            c.dual_per_datum,
+            dual_formulas.dual_per_datum,
             (SITE1, SITE2, A_SITES, A, KFF_DIAGONAL),
             from_precision(K_inverse @ KUS @ SITE1, K_inverse @ (KUS * SITE2) @ KUS.T @ K_inverse),
         ),
@@ -115,10 +119,10 @@ def test_float32_stays_float32_without_implicit_promotion(function, arguments, q
 def test_the_divergence_from_the_prior_is_zero_at_the_prior():
     zero, zeros = jnp.zeros(M), jnp.zeros((M, M))
     at_prior = {
-        "whitened": conditionals.whitened(zero, jnp.eye(M), jnp.asarray(A), jnp.asarray(KFF_DIAGONAL)),
-        "unwhitened": conditionals.unwhitened(zero, *map(jnp.asarray, (L, L, A, KFF_DIAGONAL))),
-        "natural": conditionals.natural_whitened(zero, zeros, jnp.asarray(A), jnp.asarray(KFF_DIAGONAL)),
-        "dual": conditionals.dual(zero, zeros, *map(jnp.asarray, (L, A, KFF_DIAGONAL))),
+        "whitened": whitened_formulas.whitened(zero, jnp.eye(M), jnp.asarray(A), jnp.asarray(KFF_DIAGONAL)),
+        "unwhitened": whitened_formulas.unwhitened(zero, *map(jnp.asarray, (L, L, A, KFF_DIAGONAL))),
+        "natural": dual_formulas.natural_whitened(zero, zeros, jnp.asarray(A), jnp.asarray(KFF_DIAGONAL)),
+        "dual": dual_formulas.dual(zero, zeros, *map(jnp.asarray, (L, A, KFF_DIAGONAL))),
     }
     for name, q in at_prior.items():
         assert_allclose(q.kl, 0.0, atol=1e-9, err_msg=name)
@@ -128,7 +132,7 @@ def test_the_divergence_from_the_prior_is_zero_at_the_prior():
 
 def test_the_dense_posterior_is_that_of_gaussian_sites_at_every_datum():
     K, Ks = oracles.se(X_SITES, X_SITES, LENGTHSCALE, VARIANCE), oracles.se(X_SITES, X, LENGTHSCALE, VARIANCE)
-    q = conditionals.dual_dense(*map(jnp.asarray, (SITE1, SITE2, K, Ks, KFF_DIAGONAL)))
+    q = dual_formulas.dual_dense(*map(jnp.asarray, (SITE1, SITE2, K, Ks, KFF_DIAGONAL)))
     # Sites are the likelihood of pseudo-observations with noise 1/λ₂: plain GP regression.
     C = K + np.diag(1.0 / SITE2)
     mean = Ks.T @ np.linalg.solve(C, SITE1 / SITE2)

@@ -35,8 +35,11 @@ from problems import JITTER, LENGTHSCALE, MEAN, NOISE, VARIANCE, X_NEW, D, M, Mo
 import pytest
 
 import numpyro_sgp as sgp
-from numpyro_sgp import conditionals
-from numpyro_sgp.sites import TiedSites
+from numpyro_sgp.posteriors import moments
+from numpyro_sgp.posteriors.decoupled import formulas as decoupled_formulas
+from numpyro_sgp.posteriors.dual import formulas as dual_formulas
+from numpyro_sgp.posteriors.natural_parameters import TiedSites
+from numpyro_sgp.posteriors.whitened import formulas as whitened_formulas
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
 
@@ -80,26 +83,26 @@ A, KFF = np.linalg.solve(DENSE.L, KUF), np.full(N, VARIANCE)
 def pure(kind, natural):
     """Moments, and the dense Gaussian over h."""
     blocks = (jnp.asarray(A), jnp.asarray(KFF))
-    make_block = conditionals.natural_whitened if natural else conditionals.whitened
+    make_block = dual_formulas.natural_whitened if natural else whitened_formulas.whitened
     second = ROOT @ ROOT.T if natural else ROOT
     m, S = from_whitened_sites(VECTOR, second) if natural else (VECTOR, ROOT @ ROOT.T)
     q = make_block(jnp.asarray(VECTOR), jnp.asarray(second), *blocks)
     if kind == "orthogonal":
-        squared = conditionals.norm(A_GAMMA, DENSE.Kgg, T)
-        ours = conditionals.orthogonal(q, FUNCTION, T, squared)
+        squared = decoupled_formulas.norm(A_GAMMA, DENSE.Kgg, T)
+        ours = decoupled_formulas.orthogonal(q, FUNCTION, T, squared)
     elif kind == "hybrid":
-        squared = conditionals.norm(A_GAMMA, DENSE.Kgg, None)
-        ours = conditionals.hybrid(q, jnp.asarray(m), FUNCTION, T, squared)
+        squared = decoupled_formulas.norm(A_GAMMA, DENSE.Kgg, None)
+        ours = decoupled_formulas.hybrid(q, jnp.asarray(m), FUNCTION, T, squared)
     elif kind == "full":
-        squared = conditionals.norm(A_GAMMA, DENSE.Kgg, None)
-        ours = conditionals.full(*map(jnp.asarray, (A_GAMMA, ROOT, DENSE.Kuu, KUF, KFF, KGF)), squared)
+        squared = decoupled_formulas.norm(A_GAMMA, DENSE.Kgg, None)
+        ours = decoupled_formulas.full(*map(jnp.asarray, (A_GAMMA, ROOT, DENSE.Kuu, KUF, KFF, KGF)), squared)
         precision = np.linalg.inv(DENSE.Kuu) + ROOT @ ROOT.T
         return ours, (DENSE.shift("full", A_GAMMA), DENSE.around(VECTOR, np.linalg.inv(precision))[1])
     else:
         L_C = np.linalg.cholesky(DENSE.C)
         A_v = np.linalg.solve(L_C, KGF - DENSE.P[M:] @ KUF)
-        q_v = conditionals.whitened(*map(jnp.asarray, (VECTOR_V, ROOT_V, A_v, KFF)))
-        ours = conditionals.solve(q, q_v, jnp.asarray(KFF))
+        q_v = whitened_formulas.whitened(*map(jnp.asarray, (VECTOR_V, ROOT_V, A_v, KFF)))
+        ours = decoupled_formulas.solve(q, q_v, jnp.asarray(KFF))
         embed = np.concatenate([np.zeros((M, M_GAMMA)), L_C])
         covariance = DENSE.P @ (DENSE.L @ S @ DENSE.L.T) @ DENSE.P.T + embed @ ROOT_V @ ROOT_V.T @ embed.T
         return ours, (DENSE.P @ DENSE.L @ m + embed @ VECTOR_V, covariance)
@@ -122,11 +125,11 @@ def test_marginals_and_divergence_are_those_of_the_dense_gaussian_over_both_base
 
 def test_hybrid_and_orthogonal_describe_the_same_posterior_with_the_mean_shifted():
     blocks = jnp.asarray(A), jnp.asarray(KFF)
-    first = conditionals.whitened(jnp.asarray(VECTOR), jnp.asarray(ROOT), *blocks)
-    first = conditionals.orthogonal(first, FUNCTION, T, conditionals.norm(A_GAMMA, DENSE.Kgg, T))
+    first = whitened_formulas.whitened(jnp.asarray(VECTOR), jnp.asarray(ROOT), *blocks)
+    first = decoupled_formulas.orthogonal(first, FUNCTION, T, decoupled_formulas.norm(A_GAMMA, DENSE.Kgg, T))
     m = jnp.asarray(VECTOR - T)
-    second = conditionals.whitened(m, jnp.asarray(ROOT), *blocks)
-    second = conditionals.hybrid(second, m, FUNCTION, T, conditionals.norm(A_GAMMA, DENSE.Kgg, None))
+    second = whitened_formulas.whitened(m, jnp.asarray(ROOT), *blocks)
+    second = decoupled_formulas.hybrid(second, m, FUNCTION, T, decoupled_formulas.norm(A_GAMMA, DENSE.Kgg, None))
     for ours, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         assert_allclose(ours, other, rtol=1e-9, atol=1e-10)
 
@@ -134,10 +137,12 @@ def test_hybrid_and_orthogonal_describe_the_same_posterior_with_the_mean_shifted
 def test_full_with_one_basis_for_mean_and_covariance_is_the_sparse_variational_posterior():
     a = RNG.normal(size=M)
     Kuu, Kuf, kff = map(jnp.asarray, (DENSE.Kuu, KUF, KFF))
-    q = conditionals.full(jnp.asarray(a), jnp.asarray(ROOT), Kuu, Kuf, kff, Kuf, conditionals.norm(a, Kuu, None))
+    q = decoupled_formulas.full(
+        jnp.asarray(a), jnp.asarray(ROOT), Kuu, Kuf, kff, Kuf, decoupled_formulas.norm(a, Kuu, None)
+    )
     S = np.linalg.inv(np.linalg.inv(DENSE.Kuu) + ROOT @ ROOT.T)
     S_sqrt = np.linalg.cholesky(0.5 * (S + S.T))
-    svgp = conditionals.unwhitened(*map(jnp.asarray, (DENSE.Kuu @ a, S_sqrt, DENSE.L, A, KFF)))
+    svgp = whitened_formulas.unwhitened(*map(jnp.asarray, (DENSE.Kuu @ a, S_sqrt, DENSE.L, A, KFF)))
     for ours, other in zip(q[:3], svgp[:3], strict=True):
         assert_allclose(ours, other, rtol=1e-8)
 
@@ -145,7 +150,7 @@ def test_full_with_one_basis_for_mean_and_covariance_is_the_sparse_variational_p
 def test_full_needs_no_root_of_full_rank():
     root = ROOT.copy()
     root[:, 2] = 0.0
-    q = conditionals.full(*map(jnp.asarray, (A_GAMMA, root, DENSE.Kuu, KUF, KFF, KGF)), jnp.asarray(0.0))
+    q = decoupled_formulas.full(*map(jnp.asarray, (A_GAMMA, root, DENSE.Kuu, KUF, KFF, KGF)), jnp.asarray(0.0))
     S = np.linalg.inv(np.linalg.inv(DENSE.Kuu) + root @ root.T)
     assert_allclose(q.kl, oracles.gaussian_kl(np.zeros(M), S, DENSE.Kuu), rtol=1e-8)
 
@@ -160,12 +165,12 @@ def norms(values, index, projected):
     a, span = values["a"], None
     t = None
     if projected:
-        L = conditionals.project(beta, kernel, gamma.Z, JITTER).L
-        t, fixed = conditionals.mean_projected(kernel, L, beta, gamma, jnp.stack([a, jax.lax.stop_gradient(a)]))
-        span = conditionals.Span(beta, L, fixed)
+        L = moments.project(beta, kernel, gamma.Z, JITTER).L
+        t, fixed = decoupled_formulas.mean_projected(kernel, L, beta, gamma, jnp.stack([a, jax.lax.stop_gradient(a)]))
+        span = decoupled_formulas.Span(beta, L, fixed)
     if index is None:
-        return conditionals.norm(a, gamma.Kuu(kernel), t)
-    return conditionals.norm_from_rows(a, index, kernel, gamma, span)
+        return decoupled_formulas.norm(a, gamma.Kuu(kernel), t)
+    return decoupled_formulas.norm_from_rows(a, index, kernel, gamma, span)
 
 
 VALUES = {"a": A_GAMMA, "beta": Z, "gamma": GAMMA, "lengthscale": LENGTHSCALE, "variance": np.asarray(VARIANCE)}
@@ -192,8 +197,8 @@ def test_only_the_coefficients_of_sampled_rows_have_a_gradient():
 def test_the_norm_by_blocks_of_rows_is_the_norm(size):
     for given in (None, jnp.stack([jnp.asarray(T), 2.0 * jnp.asarray(T)])):
         a = jnp.stack([jnp.asarray(A_GAMMA), 2.0 * jnp.asarray(A_GAMMA)])
-        ours = conditionals.norm_by_blocks(a, lambda index: jnp.asarray(DENSE.Kgg)[index], size, given)
-        assert_allclose(ours, conditionals.norm(a, jnp.asarray(DENSE.Kgg), given), rtol=1e-10)
+        ours = decoupled_formulas.norm_by_blocks(a, lambda index: jnp.asarray(DENSE.Kgg)[index], size, given)
+        assert_allclose(ours, decoupled_formulas.norm(a, jnp.asarray(DENSE.Kgg), given), rtol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["orthogonal", "full"])
@@ -715,9 +720,9 @@ def test_no_warning_where_nothing_is_lost(model, options, arguments):
 @pytest.mark.parametrize("kind", ["orthogonal", "hybrid", "full"])
 def test_a_large_mean_basis_is_worked_through_in_blocks(kind, monkeypatch):
     _, guide, _, params = set_up(kind, True)
-    monkeypatch.setattr(conditionals.decoupled, "_MOST_ENTRIES", 2**20)
+    monkeypatch.setattr(decoupled_formulas, "_MOST_ENTRIES", 2**20)
     together = guide.posterior(jax.random.key(0), params, X)["f"]
-    monkeypatch.setattr(conditionals.decoupled, "_MOST_ENTRIES", 2 * N)  # two of the basis at a time
+    monkeypatch.setattr(decoupled_formulas, "_MOST_ENTRIES", 2 * N)  # two of the basis at a time
     assert_allclose(guide.posterior(jax.random.key(0), params, X)["f"].mean, together.mean, rtol=1e-10)
     q = sgp.process_posterior(guide, jax.random.key(0), params, X[:2])["f"].posterior(X)
     assert_allclose(q.mean, together.mean, rtol=1e-8)

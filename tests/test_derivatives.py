@@ -11,9 +11,12 @@ import oracles
 import pytest
 
 import numpyro_sgp as sgp
-from numpyro_sgp import conditionals, linalg
-from numpyro_sgp.conditionals.moments import whiten
-from numpyro_sgp.marginal_likelihood import minimax_objective
+from numpyro_sgp.math import linalg
+from numpyro_sgp.math.marginal_likelihood import minimax_objective
+from numpyro_sgp.posteriors.dual import formulas as dual_formulas
+from numpyro_sgp.posteriors.dual import tied
+from numpyro_sgp.posteriors.moments import whiten
+from numpyro_sgp.posteriors.weight_space import formulas as weight_space_formulas
 
 pytestmark = pytest.mark.once
 
@@ -94,21 +97,21 @@ def of_roots(q):
 
 
 def ours_natural(*arguments):
-    return of_roots(conditionals.natural_whitened(*arguments))
+    return of_roots(dual_formulas.natural_whitened(*arguments))
 
 
 def ours_dense(lambda1, Lambda2, K, Kxf, kff):
-    q = conditionals.dual_dense(lambda1, Lambda2, symmetric(K), Kxf, kff)
+    q = dual_formulas.dual_dense(lambda1, Lambda2, symmetric(K), Kxf, kff)
     return q.mean, q.variance, q.kl, -jnp.swapaxes(q.prior_root, -1, -2) @ q.prior_root
 
 
 def ours_weights(*arguments):
-    return of_roots(conditionals.weight_space(*arguments))
+    return of_roots(weight_space_formulas.weight_space(*arguments))
 
 
 def ours_tied(tie):
     def ours(lambda1, Lambda2, Kuu, *rest):
-        q = conditionals.tied(tie, lambda1, Lambda2, symmetric(Kuu), *rest)
+        q = tied.tied(tie, lambda1, Lambda2, symmetric(Kuu), *rest)
         return *of_roots(q.moments), q.projections(), *q.projected_sites()
 
     return ours
@@ -282,7 +285,7 @@ def test_whitening_is_differentiated_as_its_factorisation_would_be():
 @pytest.mark.usefixtures("x64")
 def test_a_failed_factorisation_is_nan_in_values_and_gradients(tie):
     def scalar(Kuu, Kuf):
-        q = conditionals.tied(tie, *SITES, Kuu, Kuf, jnp.asarray(KFF)).moments
+        q = tied.tied(tie, *SITES, Kuu, Kuf, jnp.asarray(KFF)).moments
         return jnp.sum(q.mean) + jnp.sum(q.variance) + q.kl
 
     value, gradient = jax.jit(jax.value_and_grad(scalar, (0, 1)))(jnp.asarray(-KUU), jnp.asarray(KUF))

@@ -29,9 +29,9 @@ from problems import JITTER, LENGTHSCALE, MEAN, NOISE, VARIANCE, X_NEW, Model, N
 import pytest
 
 import numpyro_sgp as sgp
-from numpyro_sgp import conditionals
-from numpyro_sgp.coefficients import Coefficients
 from numpyro_sgp.inducing import find_rows
+from numpyro_sgp.posteriors.decoupled import formulas as decoupled_formulas
+from numpyro_sgp.posteriors.decoupled.coefficients import Coefficients
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
 
@@ -284,7 +284,7 @@ def test_blocks_of_the_kernel_matrix_change_nothing(monkeypatch):
     model, guide, params = start("orthogonal", "poisson")
     losses = []
     for entries in (2**25, 2 * N):
-        monkeypatch.setattr(conditionals.decoupled, "_MOST_ENTRIES", entries)
+        monkeypatch.setattr(decoupled_formulas, "_MOST_ENTRIES", entries)
         svi, state = state_at(model, guide, params, sgp.DualAscent(0.1), X, model.y)
         state, first = svi.update(state, X, model.y)
         losses.append([first, svi.update(state, X, model.y)[1]])
@@ -483,7 +483,7 @@ def test_the_step_size_is_that_of_the_largest_eigenvalue(kind):
 
 @kinds
 def test_the_step_size_knows_a_row_of_the_data_that_lies_by_itself(kind, monkeypatch):
-    monkeypatch.setattr(conditionals.decoupled, "_MOST_ENTRIES", 2 * len(Z))  # two rows at a time
+    monkeypatch.setattr(decoupled_formulas, "_MOST_ENTRIES", 2 * len(Z))  # two rows at a time
     far = np.concatenate([X, 100.0 + X[:1]])
     guide = sgp.AutoDecoupledGP(regression, far, X if kind == "orthogonal" else Z, parametrization=kind)
     params = initial_parameters(regression, guide, X, Model().y)

@@ -14,7 +14,7 @@ import pytest
 
 import numpyro_sgp as sgp
 from numpyro_sgp import features, kernels
-from numpyro_sgp.finite_rank import precision_matrix, whitened_features
+from numpyro_sgp.features.finite_rank import precision_matrix, whitened_features
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
 

@@ -28,10 +28,10 @@ from problems import log_normal
 import pytest
 
 import numpyro_sgp as sgp
-from numpyro_sgp.conditionals.weight_space import tempering
 from numpyro_sgp.inducing import InducingPoints
 from numpyro_sgp.kernels import SquaredExponential
-from numpyro_sgp.sites import DatumSites
+from numpyro_sgp.posteriors.natural_parameters import DatumSites
+from numpyro_sgp.posteriors.weight_space.formulas import tempering
 
 pytestmark = pytest.mark.once
 

@@ -17,12 +17,13 @@ import pytest
 
 import numpyro_sgp as sgp
 from numpyro_sgp import kernels
-from numpyro_sgp.conditionals import project, whitened
-from numpyro_sgp.expansion import term_features, terms
-from numpyro_sgp.families import AbstractPosteriorFamily, inducing_param
+from numpyro_sgp.features.decomposition import term_features, terms
 from numpyro_sgp.kernels import Matern52, SquaredExponential
-from numpyro_sgp.predict import _draw_prior, _prior_at, sample_functions
-from numpyro_sgp.process import process_over_inducing, process_posterior
+from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, inducing_param
+from numpyro_sgp.posteriors.functions import _draw_prior, _prior_at, sample_functions
+from numpyro_sgp.posteriors.moments import project
+from numpyro_sgp.posteriors.process import process_over_inducing, process_posterior
+from numpyro_sgp.posteriors.whitened.formulas import whitened
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -21,9 +21,9 @@ from problems import JITTER, LENGTHSCALE, MEAN, NOISE, VARIANCE, X_NEW, D, M, Mo
 import pytest
 
 import numpyro_sgp as sgp
-from numpyro_sgp.coefficients import Coefficients
 from numpyro_sgp.inducing import Candidates, Growing, added, ask
-from numpyro_sgp.sites import TiedSites
+from numpyro_sgp.posteriors.decoupled.coefficients import Coefficients
+from numpyro_sgp.posteriors.natural_parameters import TiedSites
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
 

@@ -20,8 +20,8 @@ from scipy.optimize import minimize
 
 import numpyro_sgp as sgp
 from numpyro_sgp import features, kernels
-from numpyro_sgp.adversary import Adversary, Playing, adversary_of
-from numpyro_sgp.marginal_likelihood import evidence_bound, log_evidence, minimax_objective
+from numpyro_sgp.math.marginal_likelihood import evidence_bound, log_evidence, minimax_objective
+from numpyro_sgp.posteriors.weight_space.adversary import Adversary, Playing, adversary_of
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
 

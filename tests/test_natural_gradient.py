@@ -35,7 +35,14 @@ import pytest
 from scipy.optimize import minimize
 
 import numpyro_sgp as sgp
-from numpyro_sgp.sites import DatumSites, Perturbation, Perturbed, TiedSites, perturb_kl, perturb_marginals
+from numpyro_sgp.posteriors.natural_parameters import (
+    DatumSites,
+    Perturbation,
+    Perturbed,
+    TiedSites,
+    perturb_kl,
+    perturb_marginals,
+)
 
 TIED = ["natural", "tied", "tied_covariance"]
 frozen = optax.set_to_zero()

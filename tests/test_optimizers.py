@@ -14,7 +14,7 @@ import pytest
 
 import numpyro_sgp as sgp
 from numpyro_sgp import features, kernels
-from numpyro_sgp.adversary import Adversary
+from numpyro_sgp.posteriors.weight_space.adversary import Adversary
 
 pytestmark = pytest.mark.once
 

@@ -19,7 +19,7 @@ import pytest
 from scipy import stats
 
 import numpyro_sgp as sgp
-from numpyro_sgp.distributions import rewrap
+from numpyro_sgp.distributions.wrappers import rewrap
 from numpyro_sgp.kernels import Matern52
 
 pytestmark = pytest.mark.usefixtures("x64")

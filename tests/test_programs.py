@@ -19,7 +19,7 @@ import pytest
 from scripts import run
 
 import numpyro_sgp as sgp
-from numpyro_sgp.eager import as_one_program
+from numpyro_sgp._internal.eager import as_one_program
 
 CLASSES, M, B = 10, 7, 5
 RNG = np.random.default_rng(0)

@@ -8,11 +8,13 @@ from numpy.testing import assert_allclose
 import oracles
 import pytest
 
-from numpyro_sgp.conditionals import natural_whitened, project, tied
 from numpyro_sgp.inducing import InducingPoints
 from numpyro_sgp.kernels import Matern32, Matern52, SquaredExponential
-from numpyro_sgp.linalg import with_jitter
-from numpyro_sgp.marginal_likelihood import collapsed_bound
+from numpyro_sgp.math.linalg import with_jitter
+from numpyro_sgp.math.marginal_likelihood import collapsed_bound
+from numpyro_sgp.posteriors.dual.formulas import natural_whitened
+from numpyro_sgp.posteriors.dual.tied import tied
+from numpyro_sgp.posteriors.moments import project
 
 pytestmark = pytest.mark.once
 

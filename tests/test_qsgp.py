@@ -15,9 +15,11 @@ import oracles
 import pytest
 
 import numpyro_sgp as sgp
-from numpyro_sgp import conditionals, features, kernels
-from numpyro_sgp.concavity import check_concave, dependence, is_quadratic
-from numpyro_sgp.tables import Rows, Table, draw_index
+from numpyro_sgp import features, kernels
+from numpyro_sgp._internal.curvature import is_quadratic
+from numpyro_sgp.losses.concavity import check_concave, dependence
+from numpyro_sgp.posteriors.quadruply_stochastic import formulas as quadruply_stochastic_formulas
+from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import Rows, Table, draw_index
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
 
@@ -52,7 +54,10 @@ def averages(tree):
 
 @pytest.mark.parametrize("replace", [False, True])
 def test_estimates_of_the_mean_and_its_square_and_their_gradients_average_to_the_dense_ones(replace):
-    weights, sample = np.concatenate([MEAN[:, None], U], axis=1), conditionals.inclusion(m, M, replace=replace)
+    weights, sample = (
+        np.concatenate([MEAN[:, None], U], axis=1),
+        quadruply_stochastic_formulas.inclusion(m, M, replace=replace),
+    )
     L, Kpf = np.linalg.cholesky(np.array([[1.3, 0.4], [0.4, 0.9]])), RNG.normal(size=(P, N))
     cotangents = RNG.normal(size=(2, N, K + 1))
 
@@ -61,11 +66,13 @@ def test_estimates_of_the_mean_and_its_square_and_their_gradients_average_to_the
         w, Phi_p = jnp.asarray(weights)[index], jnp.asarray(PHI_P)[:, index]
 
         def at(change, controlled):
-            residual = conditionals.nystrom_residual(L, Kpf, Phi_p, a) if controlled else None
-            return conditionals.linear_and_square(jnp.asarray(PHI)[:, index], w, change, sample, residual)
+            residual = quadruply_stochastic_formulas.nystrom_residual(L, Kpf, Phi_p, a) if controlled else None
+            return quadruply_stochastic_formulas.linear_and_square(
+                jnp.asarray(PHI)[:, index], w, change, sample, residual
+            )
 
         def zero(change):
-            return conditionals.control_variate(Phi_p, w, change, a, sample)
+            return quadruply_stochastic_formulas.control_variate(Phi_p, w, change, a, sample)
 
         def dense_gradient(fn):
             sparse = jax.grad(lambda change: fn(change))(jnp.zeros_like(w))
@@ -93,19 +100,21 @@ def test_estimates_of_the_mean_and_its_square_and_their_gradients_average_to_the
 
 @pytest.mark.parametrize("replace", [False, True])
 def test_variances_and_divergences_average_to_those_of_the_dense_gaussian(replace):
-    sample = conditionals.inclusion(m, M, replace=replace)
+    sample = quadruply_stochastic_formulas.inclusion(m, M, replace=replace)
     s = np.diag(S)
 
     def estimates(index):
         Phi, u, d, rho = jnp.asarray(PHI)[:, index], jnp.asarray(U)[index], jnp.asarray(D)[index], LOG_DIAGONAL
-        _, squares = conditionals.linear_and_square(Phi, u, jnp.zeros_like(u), sample)
+        _, squares = quadruply_stochastic_formulas.linear_and_square(Phi, u, jnp.zeros_like(u), sample)
         parts = []
         for block in (None, jnp.asarray(s)[index], jnp.asarray(S)[index][:, index]):
-            mean = conditionals.mean_divergence(jnp.asarray(MEAN)[index], block, sample)
-            parts.append(mean + conditionals.chevron_divergence(u, d, jnp.asarray(rho)[index], block, sample))
+            mean = quadruply_stochastic_formulas.mean_divergence(jnp.asarray(MEAN)[index], block, sample)
+            parts.append(
+                mean + quadruply_stochastic_formulas.chevron_divergence(u, d, jnp.asarray(rho)[index], block, sample)
+            )
         y = jnp.asarray(Y)
-        prior = conditionals.prior_loss(y, jnp.asarray(s)[index], NOISE, N, m, sample)
-        return conditionals.chevron_variance(squares, Phi, d, sample), jnp.stack(parts), prior
+        prior = quadruply_stochastic_formulas.prior_loss(y, jnp.asarray(s)[index], NOISE, N, m, sample)
+        return quadruply_stochastic_formulas.chevron_variance(squares, Phi, d, sample), jnp.stack(parts), prior
 
     variance, parts, prior = averages(at_all(estimates, SAMPLES[replace]))
     V = C @ C.T
@@ -127,9 +136,11 @@ def test_the_losses_of_the_paper_are_unbiased_for_independent_indices_and_biased
     def losses(i, j, r, row):
         at = Phi[row][:, i], Phi[row][:, j]
         block = S_[j][:, i]
-        first = conditionals.independent_mean_loss(jnp.asarray(Y)[row], *at, mu[i], mu[j], block, NOISE, N, m)
+        first = quadruply_stochastic_formulas.independent_mean_loss(
+            jnp.asarray(Y)[row], *at, mu[i], mu[j], block, NOISE, N, m
+        )
         columns = C_[i][:, r], C_[j][:, r], jnp.asarray(LOG_DIAGONAL)[r]
-        return first, conditionals.independent_covariance_loss(*at, *columns, block, NOISE, N, m)
+        return first, quadruply_stochastic_formulas.independent_covariance_loss(*at, *columns, block, NOISE, N, m)
 
     mean_loss, covariance_loss = jax.jit(jax.vmap(losses))(i, j, r, row)
     dense = (-2 * Y @ PHI @ MEAN + np.sum((PHI @ MEAN) ** 2)) / NOISE + MEAN @ S @ MEAN
@@ -142,22 +153,22 @@ def test_the_losses_of_the_paper_are_unbiased_for_independent_indices_and_biased
 
 def test_the_diagonal_and_the_precisions_are_the_stationary_points_of_the_bound():
     squares = np.sum(PHI**2, axis=0)
-    d = np.asarray(conditionals.optimal_diagonal(squares, np.diag(S), NOISE))
+    d = np.asarray(quadruply_stochastic_formulas.optimal_diagonal(squares, np.diag(S), NOISE))
     # d/dd of |Φ diag d|²/σ² + Σ s d² − 2 Σ log d
     assert_allclose(2 * d * squares / NOISE + 2 * np.diag(S) * d - 2 / d, 0.0, atol=1e-10)
-    s = np.asarray(conditionals.optimal_precision(MEAN, d**2))
+    s = np.asarray(quadruply_stochastic_formulas.optimal_precision(MEAN, d**2))
     assert_allclose(MEAN**2 + d**2 - 1 / s, 0.0, atol=1e-12)
 
 
 def test_an_augmented_variance_is_that_of_a_basis_function_at_the_input():
     k, prior = RNG.normal(size=N), 1.3
     v = 1.0 / (1.0 / prior + k @ k / prior**2 / NOISE)  # the weight's prior variance is 1/k(x, x)
-    found = conditionals.augmented_variance(np.array(0.2), prior, k @ k, NOISE)
+    found = quadruply_stochastic_formulas.augmented_variance(np.array(0.2), prior, k @ k, NOISE)
     assert_allclose(found, 0.2 + v, rtol=1e-12)
 
 
 def test_the_bounding_scale_gives_a_bound_where_the_printed_root_does_not_and_the_jackknife_is_exact_for_squares():
-    sample, scale = conditionals.inclusion(m, M), 0.8
+    sample, scale = quadruply_stochastic_formulas.inclusion(m, M), 0.8
     nodes, weights = map(jnp.asarray, oracles.gauss_hermite(60))
 
     def psi(f, s):
@@ -165,12 +176,14 @@ def test_the_bounding_scale_gives_a_bound_where_the_printed_root_does_not_and_th
 
     def estimates(index):
         Phi, u = jnp.asarray(PHI)[:, index], jnp.asarray(U)[index]
-        f, _ = conditionals.linear_and_square(Phi, jnp.asarray(MEAN)[index][:, None], jnp.zeros((M, 1)), sample)
-        _, squares = conditionals.linear_and_square(Phi, u, jnp.zeros_like(u), sample)
-        v = conditionals.chevron_variance(squares, Phi, jnp.asarray(D)[index], sample)
+        f, _ = quadruply_stochastic_formulas.linear_and_square(
+            Phi, jnp.asarray(MEAN)[index][:, None], jnp.zeros((M, 1)), sample
+        )
+        _, squares = quadruply_stochastic_formulas.linear_and_square(Phi, u, jnp.zeros_like(u), sample)
+        v = quadruply_stochastic_formulas.chevron_variance(squares, Phi, jnp.asarray(D)[index], sample)
         halves = [m * Phi[:, k] * jnp.asarray(MEAN)[index][k] for k in range(M)]
-        square = conditionals.jackknife(f[:, 0] ** 2, halves[0] ** 2, halves[1] ** 2, M / m)
-        return psi(f[:, 0], conditionals.bounding_scale(v, scale)), square
+        square = quadruply_stochastic_formulas.jackknife(f[:, 0] ** 2, halves[0] ** 2, halves[1] ** 2, M / m)
+        return psi(f[:, 0], quadruply_stochastic_formulas.bounding_scale(v, scale)), square
 
     bound, square = averages(at_all(estimates, SAMPLES[False]))
     exact = psi(jnp.asarray(PHI @ MEAN), jnp.asarray(np.sqrt(np.diag(PHI @ C @ C.T @ PHI.T))))

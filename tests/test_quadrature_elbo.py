@@ -15,8 +15,8 @@ from scipy import stats
 from scipy.special import log_softmax
 
 import numpyro_sgp as sgp
-from numpyro_sgp.pairing import MIXED, axes_of
-from numpyro_sgp.quadrature import gauss_hermite, product_grid
+from numpyro_sgp._internal.row_dependence import MIXED, axes_of
+from numpyro_sgp.math.quadrature import gauss_hermite, product_grid
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -15,7 +15,7 @@ import pytest
 
 import numpyro_sgp as sgp
 from numpyro_sgp import features, kernels
-from numpyro_sgp.tables import Table
+from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import Table
 
 pytestmark = pytest.mark.once
 

@@ -29,7 +29,7 @@ import pytest
 
 import numpyro_sgp as sgp
 from numpyro_sgp.kernels import Linear, Matern32, Matern52, SquaredExponential
-from numpyro_sgp.linalg import default_jitter
+from numpyro_sgp.math.linalg import default_jitter
 
 pytestmark = pytest.mark.once
 

@@ -23,11 +23,12 @@ from scipy.optimize import minimize
 from scipy.special import gammaln
 
 import numpyro_sgp as sgp
-from numpyro_sgp import conditionals, features, kernels
-from numpyro_sgp.conditionals import HeldSites
-from numpyro_sgp.finite_rank import precision_matrix
+from numpyro_sgp import features, kernels
+from numpyro_sgp.features.finite_rank import precision_matrix
 from numpyro_sgp.fitting.averages import warn_of_averages
-from numpyro_sgp.sites import TiedSites
+from numpyro_sgp.posteriors.natural_parameters import TiedSites
+from numpyro_sgp.posteriors.weight_space import formulas as weight_space_formulas
+from numpyro_sgp.posteriors.weight_space.stale import HeldSites
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
 
@@ -173,8 +174,8 @@ def test_moments_are_those_of_the_dense_gaussian_over_the_weights():
         RNG.normal(size=r),
     )
     V = np.linalg.inv(np.diag(s) + root @ root.T)
-    by_sites = conditionals.weight_space(*map(jnp.asarray, (vector, root @ root.T, Phi, s)))
-    by_mean = conditionals.weight_space_mean(*map(jnp.asarray, (vector, root @ root.T, Phi, s)))
+    by_sites = weight_space_formulas.weight_space(*map(jnp.asarray, (vector, root @ root.T, Phi, s)))
+    by_mean = weight_space_formulas.weight_space_mean(*map(jnp.asarray, (vector, root @ root.T, Phi, s)))
     for q, m in ((by_sites, V @ vector), (by_mean, vector)):
         assert_allclose(q.mean, Phi @ m, rtol=1e-10)
         assert_allclose(q.variance, np.diag(Phi @ V @ Phi.T), rtol=1e-10)

@@ -11,16 +11,18 @@ import numpy as np
 from numpyro import handlers
 from numpyro.infer import SVI
 
-from numpyro_sgp.checks import at_least, positive
-from numpyro_sgp.conditionals.moments import moments
+from numpyro_sgp._internal.checks import at_least, positive
+from numpyro_sgp._internal.pytrees import split_arrays
+from numpyro_sgp._internal.signatures import with_num_data
 from numpyro_sgp.diagnostics.inference_data import arviz_module
 from numpyro_sgp.diagnostics.outputs import Result, fitted_values, log_ratio, log_ratio_dense, num_rows
-from numpyro_sgp.distributions import SparsePosterior, log_prob_of, unwrap
-from numpyro_sgp.elbo import Particle, QuadratureELBO, Trace
-from numpyro_sgp.linalg import matvec_transposed
-from numpyro_sgp.process import process_of
-from numpyro_sgp.pytrees import split_arrays
-from numpyro_sgp.signatures import with_num_data
+from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
+from numpyro_sgp.distributions.traces import Trace
+from numpyro_sgp.distributions.wrappers import log_prob_of, unwrap
+from numpyro_sgp.losses.quadrature_elbo import Particle, QuadratureELBO
+from numpyro_sgp.math.linalg import matvec_transposed
+from numpyro_sgp.posteriors.moments import moments
+from numpyro_sgp.posteriors.process import process_of
 
 __all__ = ["LEAST_DRAWS", "log_importance_ratios", "pareto_smoothed", "psis_khat", "subsampled"]
 

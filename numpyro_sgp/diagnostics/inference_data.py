@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 import numpy as np
 from numpyro.infer import SVI
 
-from numpyro_sgp.checks import positive
+from numpyro_sgp._internal.checks import positive
 from numpyro_sgp.diagnostics.outputs import (
     LIKELIHOOD,
     LOG_P,

@@ -15,15 +15,18 @@ from numpyro import handlers
 import numpyro.distributions as dist
 from numpyro.infer import SVI
 
-from numpyro_sgp.checks import at_least
-from numpyro_sgp.conditionals import standard_deviation
+from numpyro_sgp._internal.checks import at_least
 from numpyro_sgp.diagnostics.importance import LEAST_DRAWS, pareto_smoothed, subsampled
 from numpyro_sgp.diagnostics.inference_data import arviz_module
 from numpyro_sgp.diagnostics.outputs import Result, fitted_values
-from numpyro_sgp.distributions import SparsePosterior, log_prob_of, observed_mask, unwrap
-from numpyro_sgp.elbo import Particle, QuadratureELBO, Trace, posteriors_of, rules_of
-from numpyro_sgp.linalg import solve_lower
+from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
+from numpyro_sgp.distributions.traces import Trace, posteriors_of
+from numpyro_sgp.distributions.wrappers import log_prob_of, observed_mask, unwrap
+from numpyro_sgp.losses.quadrature_elbo import Particle, QuadratureELBO
+from numpyro_sgp.losses.rules import rules_of
+from numpyro_sgp.math.linalg import solve_lower
 from numpyro_sgp.optim import NaturalGradient
+from numpyro_sgp.posteriors.moments import standard_deviation
 
 __all__ = ["loo_cavity"]
 

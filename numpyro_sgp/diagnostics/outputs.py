@@ -16,14 +16,15 @@ import numpy as np
 from numpyro import handlers
 import numpyro.distributions as dist
 
-from numpyro_sgp.autoguide.handlers import KeysBySite
-from numpyro_sgp.checks import positive
-from numpyro_sgp.distributions import SparsePosterior, log_prob_of, observed_mask, unwrap
-from numpyro_sgp.linalg import cholesky, matmul, matvec, matvec_transposed
-from numpyro_sgp.process import ProcessPosterior, UnknownFamilyError, process_of
-from numpyro_sgp.pytrees import split_arrays
-from numpyro_sgp.signatures import with_num_data
-from numpyro_sgp.sites import DatumSites
+from numpyro_sgp._internal.checks import positive
+from numpyro_sgp._internal.pytrees import split_arrays
+from numpyro_sgp._internal.signatures import with_num_data
+from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
+from numpyro_sgp.distributions.wrappers import log_prob_of, observed_mask, unwrap
+from numpyro_sgp.guides.handlers import KeysBySite
+from numpyro_sgp.math.linalg import cholesky, matmul, matvec, matvec_transposed
+from numpyro_sgp.posteriors.natural_parameters import DatumSites
+from numpyro_sgp.posteriors.process import ProcessPosterior, UnknownFamilyError, process_of
 
 __all__ = [
     "LIKELIHOOD",

@@ -6,7 +6,7 @@ from typing import Any
 from jax.typing import ArrayLike
 import numpy as np
 
-from numpyro_sgp.distributions import SparsePosterior
+from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, GrowingInducing, InducingPoints, as_inducing
 from numpyro_sgp.optim import num_refused
 

@@ -7,12 +7,12 @@ batch of kernels, as in `numpyro_sgp.kernels`.
 
 from numpyro_sgp.features.abstract import AbstractFiniteRank
 from numpyro_sgp.features.expanded import Expanded, as_finite_rank
+from numpyro_sgp.features.finite_rank import FiniteRank
 from numpyro_sgp.features.hilbert_space import HilbertSpace
 from numpyro_sgp.features.inducing_basis import InducingBasis
 from numpyro_sgp.features.maps import FeatureMap
 from numpyro_sgp.features.random_fourier import RandomFourier
 from numpyro_sgp.features.weights import WeightVariables
-from numpyro_sgp.finite_rank import FiniteRank
 
 __all__ = [
     "AbstractFiniteRank",

@@ -6,9 +6,9 @@ from jax import Array
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from numpyro_sgp.finite_rank import whitened_features
+from numpyro_sgp.features.finite_rank import whitened_features
 from numpyro_sgp.kernels import Kernel
-from numpyro_sgp.linalg import matmul
+from numpyro_sgp.math.linalg import matmul
 
 __all__ = ["AbstractFiniteRank", "at"]
 

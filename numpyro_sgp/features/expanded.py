@@ -9,9 +9,9 @@ from jax import Array
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from numpyro_sgp.expansion import Factor, split, term_features, terms
 from numpyro_sgp.features.abstract import AbstractFiniteRank, at
-from numpyro_sgp.finite_rank import FiniteRank
+from numpyro_sgp.features.decomposition import Factor, split, term_features, terms
+from numpyro_sgp.features.finite_rank import FiniteRank
 from numpyro_sgp.kernels.arrays import as_inputs
 
 __all__ = ["Expanded", "as_finite_rank"]

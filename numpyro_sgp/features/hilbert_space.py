@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
 
-from numpyro_sgp.checks import positive
+from numpyro_sgp._internal.checks import positive
 from numpyro_sgp.features.abstract import AbstractFiniteRank
 from numpyro_sgp.kernels import Constant, Product, Stationary, Sum
 from numpyro_sgp.kernels.arrays import as_inputs

@@ -13,7 +13,7 @@ import numpy as np
 from numpyro_sgp.features.abstract import AbstractFiniteRank
 from numpyro_sgp.inducing import AbstractInducing, as_inducing, check_width
 from numpyro_sgp.kernels.arrays import as_inputs
-from numpyro_sgp.linalg import default_jitter, with_jitter
+from numpyro_sgp.math.linalg import default_jitter, with_jitter
 
 __all__ = ["InducingBasis"]
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
 
-from numpyro_sgp.checks import positive
+from numpyro_sgp._internal.checks import positive
+from numpyro_sgp._internal.pytrees import PytreeFunction
 from numpyro_sgp.features.abstract import AbstractFiniteRank, at
 from numpyro_sgp.kernels.arrays import as_inputs
 from numpyro_sgp.kernels.inputs import map_rows
-from numpyro_sgp.pytrees import PytreeFunction
 
 __all__ = ["FeatureMap"]
 

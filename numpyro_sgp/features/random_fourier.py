@@ -11,10 +11,10 @@ from jax import Array
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from numpyro_sgp.checks import positive
-from numpyro_sgp.eager import as_one_program
-from numpyro_sgp.expansion import Factor, frequencies, phases, scale_of, split, terms, width_of
+from numpyro_sgp._internal.checks import positive
+from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.features.abstract import AbstractFiniteRank
+from numpyro_sgp.features.decomposition import Factor, frequencies, phases, scale_of, split, terms, width_of
 from numpyro_sgp.kernels import Constant
 from numpyro_sgp.kernels.arrays import as_inputs
 

@@ -8,7 +8,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from numpyro_sgp.features.expanded import as_finite_rank
-from numpyro_sgp.finite_rank import precision_matrix
+from numpyro_sgp.features.finite_rank import precision_matrix
 from numpyro_sgp.inducing import AbstractInducing
 
 __all__ = ["WeightVariables"]

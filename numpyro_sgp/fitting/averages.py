@@ -6,11 +6,11 @@ import warnings
 import jax.numpy as jnp
 from numpyro.infer import SVI
 
-from numpyro_sgp.autoguide import AbstractAutoSparseGP
-from numpyro_sgp.conditionals import HeldSites
+from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.optim import NaturalGradient
 from numpyro_sgp.optim.evaluating import scheduled
-from numpyro_sgp.sites import AbstractSites
+from numpyro_sgp.posteriors.natural_parameters import AbstractSites
+from numpyro_sgp.posteriors.weight_space.stale import HeldSites
 
 __all__ = ["warn_of_averages"]
 

@@ -12,7 +12,7 @@ from jax import Array
 from jax.core import Tracer
 import numpy as np
 
-from numpyro_sgp.checks import positive
+from numpyro_sgp._internal.checks import positive
 
 __all__ = ["TRACED", "Batches", "checked_batch_size", "checked_rows", "native"]
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from numpyro_sgp.checks import positive
+from numpyro_sgp._internal.checks import positive
 
 __all__ = ["AbstractCallback", "EarlyStopping", "FitProgress", "as_callbacks"]
 

@@ -39,8 +39,8 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgp.checks import positive
-from numpyro_sgp.pytrees import is_key
+from numpyro_sgp._internal.checks import positive
+from numpyro_sgp._internal.pytrees import is_key
 
 __all__ = ["Checkpoint", "StoredCheckpoint", "load_checkpoint", "read_checkpoint", "save_checkpoint"]
 

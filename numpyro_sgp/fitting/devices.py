@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from numpyro_sgp.pytrees import is_key
+from numpyro_sgp._internal.pytrees import is_key
 
 __all__ = ["AbstractPlacement", "checked_placement"]
 

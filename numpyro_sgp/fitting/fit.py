@@ -16,14 +16,14 @@ import numpy as np
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult
 
-from numpyro_sgp.autoguide.scales import warn_of_no_scale
-from numpyro_sgp.checks import positive
+from numpyro_sgp._internal.checks import positive
 from numpyro_sgp.fitting.averages import warn_of_averages
 from numpyro_sgp.fitting.batches import Batches, checked_batch_size, checked_rows
 from numpyro_sgp.fitting.callbacks import AbstractCallback, FitProgress, as_callbacks
 from numpyro_sgp.fitting.checkpoint import Checkpoint, read_checkpoint
 from numpyro_sgp.fitting.devices import AbstractPlacement, checked_placement
 from numpyro_sgp.fitting.program import Arguments, Program, initial_state
+from numpyro_sgp.guides.scales import warn_of_no_scale
 from numpyro_sgp.optim import num_refused
 
 __all__ = ["fit"]

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import SVI
 
-from numpyro_sgp.autoguide.scales import Scales
+from numpyro_sgp._internal.signatures import signature_of, with_num_data
 from numpyro_sgp.fitting.batches import Batches, checked_rows, native
 from numpyro_sgp.fitting.devices import AbstractPlacement
+from numpyro_sgp.guides.scales import Scales
 from numpyro_sgp.optim import num_refused
-from numpyro_sgp.signatures import signature_of, with_num_data
 
 __all__ = ["Arguments", "Program", "initial_state"]
 

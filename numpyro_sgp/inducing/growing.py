@@ -15,10 +15,10 @@ from jax import Array, lax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from numpyro_sgp.checks import positive
+from numpyro_sgp._internal.checks import positive
 from numpyro_sgp.inducing.points import AbstractInducing
 from numpyro_sgp.inducing.rows import find_rows
-from numpyro_sgp.linalg import matvec_transposed
+from numpyro_sgp.math.linalg import matvec_transposed
 
 __all__ = ["Candidates", "Growing", "GrowingInducing", "added", "ask", "growing"]
 

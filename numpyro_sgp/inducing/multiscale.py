@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from numpyro_sgp.inducing.points import AbstractInducing, BoundedInducingPoints, InducingPoints, as_points
 from numpyro_sgp.kernels import SquaredExponential
-from numpyro_sgp.linalg import matmul
+from numpyro_sgp.math.linalg import matmul
 
 __all__ = ["MultiscaleInducing"]
 

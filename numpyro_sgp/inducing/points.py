@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
 
-from numpyro_sgp.eager import as_one_program
+from numpyro_sgp._internal.eager import as_one_program
 
 __all__ = [
     "AbstractInducing",

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
 
-from numpyro_sgp.checks import positive
+from numpyro_sgp._internal.checks import positive
+from numpyro_sgp._internal.pytrees import PytreeFunction
 from numpyro_sgp.inducing.points import AbstractInducing, as_inducing
-from numpyro_sgp.linalg import cholesky, default_jitter, matmul, solve_lower
-from numpyro_sgp.pytrees import PytreeFunction
+from numpyro_sgp.math.linalg import cholesky, default_jitter, matmul, solve_lower
 
 __all__ = [
     "Suggestion",

@@ -7,8 +7,8 @@ from jax import Array, lax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from numpyro_sgp.distances import squared_distance
-from numpyro_sgp.eager import as_one_program
+from numpyro_sgp._internal.eager import as_one_program
+from numpyro_sgp.kernels.distances import squared_distance
 
 __all__ = [
     "add",

@@ -9,8 +9,8 @@ import jax
 from jax import Array
 import numpy as np
 
+from numpyro_sgp._internal.pytrees import PytreeFunction
 from numpyro_sgp.kernels.algebra import Kernel
-from numpyro_sgp.pytrees import PytreeFunction
 
 __all__ = ["Select", "Warp", "map_rows"]
 

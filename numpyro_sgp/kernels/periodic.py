@@ -9,9 +9,9 @@ from jax import Array
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from numpyro_sgp.distances import squared_distance
 from numpyro_sgp.kernels.algebra import Kernel
 from numpyro_sgp.kernels.arrays import centred, check_columns, divide, expand, multiply, zero_distance
+from numpyro_sgp.kernels.distances import squared_distance
 
 __all__ = ["Periodic"]
 

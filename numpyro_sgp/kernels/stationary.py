@@ -12,10 +12,10 @@ from jax import Array
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from numpyro_sgp.distances import exponential, exponential_linear, exponential_quadratic
-from numpyro_sgp.eager import as_one_program
+from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.kernels.algebra import Kernel
 from numpyro_sgp.kernels.arrays import aligned, check_columns, expand, multiply, scaled_squared_distance, zero_distance
+from numpyro_sgp.kernels.distances import exponential, exponential_linear, exponential_quadratic
 
 __all__ = ["Matern12", "Matern32", "Matern52", "RationalQuadratic", "SquaredExponential", "Stationary"]
 

@@ -8,9 +8,9 @@ from jax import Array
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from numpyro_sgp.distances import equal_rows
 from numpyro_sgp.kernels.algebra import Constant, Kernel
 from numpyro_sgp.kernels.arrays import aligned
+from numpyro_sgp.kernels.distances import equal_rows
 
 __all__ = ["White"]
 

@@ -7,7 +7,6 @@ from jax import Array
 import jax.numpy as jnp
 import optax
 
-from numpyro_sgp.adversary import Adversary, Playing
 from numpyro_sgp.optim.evaluating import (
     AbstractEvaluatingOptimizer,
     LossFn,
@@ -17,6 +16,7 @@ from numpyro_sgp.optim.evaluating import (
     stays_finite,
     transformation,
 )
+from numpyro_sgp.posteriors.weight_space.adversary import Adversary, Playing
 
 __all__ = ["DescentAscent", "DescentAscentState"]
 

@@ -8,8 +8,8 @@ from jax import Array
 import jax.numpy as jnp
 import optax
 
-from numpyro_sgp.checks import positive
-from numpyro_sgp.coefficients import AbstractCoefficients, Ascending, Coefficients, Response
+from numpyro_sgp._internal.checks import positive
+from numpyro_sgp._internal.pytrees import own_copy
 from numpyro_sgp.optim.evaluating import (
     AbstractEvaluatingOptimizer,
     LossFn,
@@ -22,8 +22,8 @@ from numpyro_sgp.optim.evaluating import (
     stays_finite,
     transformation,
 )
-from numpyro_sgp.pytrees import own_copy
-from numpyro_sgp.sites import AbstractSites
+from numpyro_sgp.posteriors.decoupled.coefficients import AbstractCoefficients, Ascending, Coefficients, Response
+from numpyro_sgp.posteriors.natural_parameters import AbstractSites
 
 __all__ = ["DualAscent", "DualAscentState"]
 

@@ -12,10 +12,10 @@ import numpyro
 from numpyro.optim import _NumPyroOptim
 import optax
 
-from numpyro_sgp.checks import positive
+from numpyro_sgp._internal.checks import positive
+from numpyro_sgp._internal.pytrees import own_copy
 from numpyro_sgp.inducing import Candidates, Growing, GrowingInducing, added
 from numpyro_sgp.optim.evaluating import LossFn, Params
-from numpyro_sgp.pytrees import own_copy
 
 __all__ = ["GrowBasis", "GrowBasisState"]
 

@@ -9,7 +9,8 @@ from jax import Array, lax
 import jax.numpy as jnp
 import optax
 
-from numpyro_sgp.checks import at_least
+from numpyro_sgp._internal.checks import at_least
+from numpyro_sgp._internal.pytrees import own_copy
 from numpyro_sgp.optim.descent_ascent import DescentAscentState
 from numpyro_sgp.optim.dual_ascent import DualAscentState
 from numpyro_sgp.optim.evaluating import (
@@ -25,8 +26,7 @@ from numpyro_sgp.optim.evaluating import (
 )
 from numpyro_sgp.optim.grow_basis import GrowBasisState
 from numpyro_sgp.optim.row_sparse import RowSparseState
-from numpyro_sgp.pytrees import own_copy
-from numpyro_sgp.sites import AbstractSites, DatumSites, Perturbation, Perturbed
+from numpyro_sgp.posteriors.natural_parameters import AbstractSites, DatumSites, Perturbation, Perturbed
 
 __all__ = ["NaturalGradient", "NaturalGradientState", "num_refused"]
 

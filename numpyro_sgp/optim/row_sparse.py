@@ -8,7 +8,7 @@ from jax import Array, lax
 import jax.numpy as jnp
 import optax
 
-from numpyro_sgp.checks import positive
+from numpyro_sgp._internal.checks import positive
 from numpyro_sgp.optim.evaluating import (
     AbstractEvaluatingOptimizer,
     LossFn,
@@ -21,7 +21,14 @@ from numpyro_sgp.optim.evaluating import (
     stays_finite,
     transformation,
 )
-from numpyro_sgp.tables import Control, Rows, Table, draw_index, numbers_of, with_numbers
+from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import (
+    Control,
+    Rows,
+    Table,
+    draw_index,
+    numbers_of,
+    with_numbers,
+)
 
 __all__ = ["RowSparse", "RowSparseState"]
 

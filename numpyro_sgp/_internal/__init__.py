@@ -1,0 +1,1 @@
+"""What is not about Gaussian processes: pytrees, compilation, checks of arguments, dependence of outputs on inputs."""

@@ -1,0 +1,160 @@
+"""What guides put at a Gaussian-process site: a Gaussian over f(X), with its divergence from the prior."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+from jax import Array, lax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+import numpyro.distributions as dist
+from numpyro.distributions import constraints
+from numpyro.distributions.kl import kl_divergence
+
+from numpyro_sgp._internal.curvature import is_quadratic
+from numpyro_sgp._internal.eager import as_one_program
+from numpyro_sgp.distributions.gaussian_process import GaussianProcess
+from numpyro_sgp.math.linalg import cholesky, matmul, matvec
+from numpyro_sgp.math.quadrature import gauss_hermite
+from numpyro_sgp.posteriors.moments import Moments, standard_deviation
+
+__all__ = ["SparsePosterior"]
+
+
+class SparsePosterior(dist.Distribution):
+    """q(f(X)), a Gaussian given by its marginals and KL divergence: what a sparse guide puts at a GP site.
+
+    Args:
+        prior: the prior it approximates, at the inputs where it is wanted.
+        moments: marginals of the centred process, divergence and covariance roots.
+        batch_shape: one latent for each entry.
+        joint: whether `sample` draws f(X) jointly, from the full covariance in O(N³), or row by row from the marginals
+            in O(N), which is all that a likelihood factorising over rows needs.
+
+    Attributes:
+        kl: KL(q(u) ‖ p(u)), of shape `batch_shape`.
+    """
+
+    arg_constraints = {}
+    support = constraints.real_vector  # pyright: ignore[reportAssignmentType]
+    pytree_data_fields = ("prior", "moments")
+    pytree_aux_fields = ("joint",)
+
+    def __init__(
+        self, prior: GaussianProcess, moments: Moments, batch_shape: tuple[int, ...] = (), *, joint: bool = True
+    ) -> None:
+        self.prior = prior
+        self.moments = moments
+        self.joint = joint
+        shape = jnp.broadcast_shapes(batch_shape, moments.mean.shape[:-1], prior.batch_shape)
+        super().__init__(shape, prior.event_shape, validate_args=False)
+
+    @property
+    def has_rsample(self) -> bool:
+        """Draws have gradients with respect to everything that they are made of."""
+        return True
+
+    @property
+    def mean(self) -> Array:
+        """E[f(X)], with the prior mean, (..., N)."""
+        return jnp.broadcast_to(self.moments.mean + self.prior.prior_mean, self.batch_shape + self.event_shape)
+
+    @property
+    def variance(self) -> Array:
+        """Var[f(X)], (..., N)."""
+        return jnp.broadcast_to(self.moments.variance, self.batch_shape + self.event_shape)
+
+    @property
+    def kernel(self) -> Callable:
+        """The kernel that the covariance starts from: the prior's, or one that stands for it."""
+        return self.prior.kernel if self.moments.kernel is None else self.moments.kernel
+
+    @property
+    def kl(self) -> Array:
+        """KL(q(u) ‖ p(u)), (...)."""
+        return jnp.broadcast_to(self.moments.kl, self.batch_shape)
+
+    def covariance(self) -> Array:
+        """Cov[f(X)] = Kff − AᵀA + TᵀT, (..., N, N)."""
+        X, kernel = self.prior.X, self.kernel
+        K = kernel(X, X)
+        index = jnp.arange(K.shape[-1])
+        K = K.at[..., index, index].set(kernel(X))
+        A, T = self.moments.prior_root, self.moments.posterior_root
+        K = K - matmul(jnp.swapaxes(A, -1, -2), A)
+        if T is not None:
+            K = K + matmul(jnp.swapaxes(T, -1, -2), T)
+        return jnp.broadcast_to(K, (*self.batch_shape, *K.shape[-2:]))
+
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
+        shape = (*sample_shape, *self.batch_shape, *self.event_shape)
+        if not self.joint:
+            return _row_by_row(key, self.moments.mean, self.prior.prior_mean, self.moments.variance, shape)
+        noise = jax.random.normal(key, shape, self.moments.mean.dtype)
+        # The posterior covariance may be singular; its jitter is relative to the prior's scale, as its rounding is.
+        scale = jnp.mean(self.kernel(self.prior.X), axis=-1)[..., None, None]
+        identity = jnp.eye(self.event_shape[0], dtype=noise.dtype)
+        L = cholesky(self.covariance() + self.prior.relative_jitter * scale * identity)
+        return self.mean + matvec(L, noise)
+
+    def expectation(self, fn: Callable[[Array], Array], num_nodes: int = 20) -> Array:
+        """E_q[fn(f_i)] for each row, by Gauss-Hermite quadrature at the marginals.
+
+        Where the marginals are estimates from sampled basis functions, the result is unbiased for a quadratic `fn`, and
+        at most that in the mean for a concave one.
+
+        Args:
+            fn: maps values of f, (..., N), to an array of which every entry depends on its own row.
+            num_nodes: exact where `fn` is a polynomial of degree below 2 · num_nodes.
+        """
+        nodes, weights = (jnp.asarray(x, self.moments.mean.dtype) for x in gauss_hermite(num_nodes))
+        mean, sampled = self.mean, self.moments.sampled
+        if sampled is not None and is_quadratic(fn, mean):
+            return expected_quadratic(fn, mean, sampled.excess + sampled.variance)
+        scale = standard_deviation(self.variance) if sampled is None else sampled.scale
+        values = jax.vmap(lambda node: fn(mean + scale * node))(nodes)
+        return jnp.tensordot(weights, values, axes=1, precision=lax.Precision.HIGHEST)
+
+    def quantile(self, q: ArrayLike) -> Array:
+        """Quantiles of each marginal, of shape q.shape + (..., N)."""
+        z = jax.scipy.special.ndtri(jnp.asarray(q, self.moments.mean.dtype))
+        z = z.reshape(z.shape + (1,) * (len(self.batch_shape) + 1))
+        return self.mean + standard_deviation(self.variance) * z
+
+    def log_prob(self, value: Array) -> Array:
+        msg = (
+            "A loss or a sampler asked for log q(f) of a sparse posterior. It is a density over inducing values, not "
+            "over the values f(X), so the bound that `Trace_ELBO` forms from it would be wrong. "
+            "Use `numpyro_sgp.QuadratureELBO` or `numpyro.infer.TraceMeanField_ELBO`, which use its KL divergence. "
+            "Under MCMC leave out of the model what it predicts (`X_new`), and draw that with `Predictive` afterwards."
+        )
+        raise NotImplementedError(msg)
+
+
+@partial(as_one_program, static_argnums=4)
+def _row_by_row(key: Array, mean: Array, prior_mean: Array, variance: Array, shape: tuple[int, ...]) -> Array:
+    mean, deviation = (jnp.broadcast_to(each, shape) for each in (mean + prior_mean, standard_deviation(variance)))
+    return mean + deviation * jax.random.normal(key, shape, mean.dtype)
+
+
+def expected_quadratic(fn: Callable[[Array], Array], mean: Array, variance: Array) -> Array:
+    """E[fn(f_i)] for each row of a quadratic `fn`: fn + ½ v fn″, for any estimates of the mean and of the variance.
+
+    Args:
+        fn: every entry depends on its own row.
+        mean: (..., N).
+        variance: less than zero where it is an estimate, (..., N).
+    """
+
+    def slope(f: Array) -> Array:
+        return jax.jvp(fn, (f,), (jnp.ones_like(f),))[1]
+
+    curvature = jax.jvp(slope, (mean,), (jnp.ones_like(mean),))[1]
+    return fn(mean) + 0.5 * variance * curvature
+
+
+@kl_divergence.register(SparsePosterior, GaussianProcess)
+def _kl_sparse_posterior_gaussian_process(p: SparsePosterior, q: GaussianProcess) -> Array:
+    """KL(q(u) ‖ p(u)), which is the divergence between the two processes (Matthews et al. 2016, section 3)."""
+    del q  # the posterior was made from this prior
+    return p.kl

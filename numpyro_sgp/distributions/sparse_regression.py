@@ -1,0 +1,416 @@
+"""`SparseGPRegression`: GP regression through inducing variables as one observed site, with q(u) integrated out."""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax import Array
+from jax.core import Tracer
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+import numpy as np
+import numpyro.distributions as dist
+from numpyro.distributions import constraints
+
+from numpyro_sgp.distributions.gaussian_process import GaussianProcess, check_rows
+from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
+from numpyro_sgp.distributions.wrappers import unwrap
+from numpyro_sgp.inducing import AbstractInducing, as_inducing, check_new_inputs, check_width
+from numpyro_sgp.math.linalg import (
+    cholesky,
+    log_determinant,
+    matmul,
+    matvec,
+    matvec_transposed,
+    solve_lower,
+    solve_lower_transposed,
+    triangular_inverse,
+    with_jitter,
+)
+from numpyro_sgp.math.marginal_likelihood import BOUNDS, collapsed, collapsed_bound
+from numpyro_sgp.posteriors.moments import moments
+from numpyro_sgp.posteriors.natural_parameters import AbstractSites
+
+__all__ = ["Marginals", "RegressionPosterior", "SparseGPRegression", "started_mean_and_root", "started_sites"]
+
+# What `RegressionPosterior.start` can be asked for.
+_FORMS = ("whitened", "unwhitened", "natural", "projection", "covariance", "datum")
+
+
+class Marginals(NamedTuple):
+    """Mean and variance of f at each input, in units of f and f².
+
+    Attributes:
+        mean: (..., N).
+        variance: (..., N).
+    """
+
+    mean: Array
+    variance: Array
+
+
+def _broadcast_rows(value: ArrayLike | Callable, X: Array, name: str) -> Array:
+    values = jnp.asarray(value(X) if callable(value) else value)
+    N = X.shape[-2]
+    if values.ndim > 0 and values.shape[-1] not in (1, N):
+        msg = (
+            f"`{name}` must be a scalar, have shape (N,) = ({N},), or be a function of X that gives it, got shape "
+            f"{values.shape}. Give one value for each row of X; for a batch of latents (C, 1) or (C, N)."
+        )
+        raise ValueError(msg)
+    return jnp.broadcast_to(values, (*values.shape[:-1], N)).astype(X.dtype)
+
+
+def _check_not_copied(fn: dist.Distribution, value: Any) -> None:
+    """Raise where a plate or a mask of the rows counts the density of all rows once for each of them."""
+    own, given, N = unwrap(fn).batch_shape, np.shape(value)[:-1], fn.event_shape[0]
+    for axis in range(-len(fn.batch_shape), 0):
+        alike = all(len(shape) < -axis or shape[axis] == 1 for shape in (own, given))
+        if alike and fn.batch_shape[axis] == N > 1:
+            msg = (
+                f"Outcomes of shape {np.shape(value)} are one value of `SparseGPRegression`, and a plate or a mask of "
+                f"size {N} around it counts the density of all {N} rows {N} times. Sample the site outside the plate "
+                "of its rows; in the place of a mask drop the rows from `X` and from the outcomes."
+            )
+            raise ValueError(msg)
+
+
+class _Expanded(dist.ExpandedDistribution):
+    """A regression in a plate."""
+
+    def mask(self, mask: Any) -> dist.MaskedDistribution:
+        return _Masked(self, mask)
+
+    def log_prob(self, value: Any, intermediates: Any = None) -> Array:
+        _check_not_copied(self, value)
+        return jnp.asarray(super().log_prob(value, intermediates))
+
+
+class _Masked(dist.MaskedDistribution):
+    """A regression under a mask, which gives the outcomes the mask's shape before they come to the regression."""
+
+    def log_prob(self, value: Any, intermediates: Any = None) -> Array:
+        _check_not_copied(self, value)
+        return jnp.asarray(super().log_prob(value, intermediates))
+
+
+class SparseGPRegression(dist.Distribution):
+    """Observations of a GP with Gaussian noise: `log_prob` is the collapsed bound, the best over all q(u), in O(N M²).
+
+    log N(y | mean, Q + σ²I) − tr(K − Q) / 2σ² with Q = Kfu Kuu⁻¹ Kuf. Under `AutoDelta` its maximum is the type-II
+    estimate of the hyperparameters, under NUTS it is the target of a fully Bayesian sparse GP. It needs all N rows at
+    each evaluation; for minibatches, or another likelihood, use a `GaussianProcess` site and a guide.
+
+    `sample` draws y from the prior: of the exact GP in O(N³) for "titsias", whose bound is one on the exact evidence,
+    of the approximate prior in O(N M²) for "dtc" and "fitc". Predictions come from `condition(y)`.
+
+    Args:
+        kernel: a kernel; leading axes are a batch of latents.
+        X: inputs, (N, D).
+        inducing: inducing inputs (M, D), or an inducing object.
+        noise_scale: σ in units of y, positive: a scalar, (..., N) for heteroskedastic noise, or a function of X.
+        mean: prior mean in units of y: a scalar, (..., N), or a function of X.
+        bound: "titsias" the variational bound; "dtc" the same without its trace term; "fitc" with the conditional
+            variances k_nn − q_nn as noise. The last two are no bounds: they change the model, and can overfit.
+        jitter: added to the diagonal of Kuu, relative to its mean; by default 1e-6 in float64 and 1e-4 in float32.
+
+    Raises:
+        ValueError: unknown `bound`; inducing inputs of another width than X; `noise_scale` of another length; a density
+            inside a plate or under a mask of the rows, which would count it once for each of them.
+
+    References:
+        Titsias (2009), "Variational learning of inducing variables in sparse Gaussian processes", equation 9;
+        Quiñonero-Candela and Rasmussen (2005), "A unifying view of sparse approximate Gaussian process regression"
+        (DTC, FITC).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import numpyro_sgp as sgp
+        >>> X = jnp.linspace(0.0, 6.0, 50)[:, None]
+        >>> y = jnp.sin(X[:, 0])
+        >>> site = sgp.SparseGPRegression(sgp.kernels.SquaredExponential(1.0), X, X[::10], noise_scale=0.1)
+        >>> q = site.condition(y)
+        >>> q.marginals(jnp.array([[1.0], [2.0], [3.0]])).mean.shape
+        (3,)
+    """
+
+    arg_constraints = {"noise_scale": constraints.positive}
+    support = constraints.real_vector  # pyright: ignore[reportAssignmentType]
+    pytree_data_fields = ("prior", "inducing")
+    pytree_aux_fields = ("bound",)
+
+    def __init__(
+        self,
+        kernel: Callable,
+        X: ArrayLike,
+        inducing: ArrayLike | AbstractInducing,
+        noise_scale: ArrayLike | Callable,
+        mean: ArrayLike | Callable = 0.0,
+        *,
+        bound: Literal["titsias", "dtc", "fitc"] = "titsias",
+        jitter: float | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        if bound not in BOUNDS:
+            msg = f"`bound` must be one of {BOUNDS}, got {bound!r}. 'titsias' is the variational bound."
+            raise ValueError(msg)
+        self.prior = GaussianProcess(kernel, X, mean, jitter=jitter)
+        self.inducing = as_inducing(inducing)
+        check_width(self.inducing, self.prior.X)
+        self.noise_scale = _broadcast_rows(noise_scale, self.prior.X, "noise_scale")
+        self.bound = bound
+        batch_shape = np.broadcast_shapes(self.prior.batch_shape, self.noise_scale.shape[:-1])
+        super().__init__(batch_shape, self.prior.event_shape, validate_args=validate_args)
+
+    @property
+    def has_rsample(self) -> bool:
+        """Draws have gradients with respect to everything that they are made of."""
+        return True
+
+    def _blocks(self) -> tuple[Array, Array, Array]:
+        """Kuu with its jitter, Kuf and kff."""
+        prior = self.prior
+        Kuu = with_jitter(self.inducing.Kuu(prior.kernel), prior.relative_jitter)
+        return Kuu, self.inducing.Kuf(prior.kernel, prior.X), prior.kernel(prior.X)
+
+    def _residual(self, y: ArrayLike) -> Array:
+        return jnp.asarray(y, self.prior.X.dtype) - self.prior.prior_mean
+
+    def expand(self, batch_shape: Sequence[int]) -> dist.Distribution:
+        return self if tuple(batch_shape) == self.batch_shape else _Expanded(self, tuple(batch_shape))
+
+    def mask(self, mask: Any) -> dist.MaskedDistribution:
+        return _Masked(self, mask)
+
+    def log_prob(self, value: Array) -> Array:
+        check_rows(value, self.event_shape)
+        return collapsed_bound(*self._blocks(), self._residual(value), self.noise_scale**2, self.bound)
+
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
+        key_u, key_f, key_noise = jax.random.split(key, 3)
+        prior, shape = self.prior, (*sample_shape, *self.batch_shape)
+        if self.bound == "titsias":
+            f = prior.expand(self.batch_shape).sample(key_f, sample_shape)
+        else:
+            Kuu, Kuf, kff = self._blocks()
+            A = solve_lower(cholesky(Kuu), Kuf)
+            f = prior.prior_mean + matvec_transposed(A, jax.random.normal(key_u, (*shape, A.shape[-2]), A.dtype))
+            if self.bound == "fitc":
+                unexplained = jnp.maximum(kff - jnp.sum(A * A, axis=-2), 0.0)
+                f = f + jnp.sqrt(unexplained) * jax.random.normal(key_f, (*shape, A.shape[-1]), A.dtype)
+        return f + self.noise_scale * jax.random.normal(key_noise, (*shape, *self.event_shape), f.dtype)
+
+    @property
+    def mean(self) -> Array:
+        return jnp.broadcast_to(self.prior.prior_mean, self.batch_shape + self.event_shape)
+
+    @property
+    def variance(self) -> Array:
+        """Var[y], of the exact GP, (..., N); "dtc" draws have less."""
+        variance = self.prior.kernel(self.prior.X)
+        if self.bound == "dtc":
+            Kuu, Kuf, _ = self._blocks()
+            variance = jnp.sum(solve_lower(cholesky(Kuu), Kuf) ** 2, axis=-2)
+        return jnp.broadcast_to(variance + self.noise_scale**2, self.batch_shape + self.event_shape)
+
+    def condition(self, y: ArrayLike) -> "RegressionPosterior":
+        """The optimal q(u) given observations: N(v | B⁻¹A y/σ², B⁻¹) with B = I + AAᵀ/σ², u = L v.
+
+        Args:
+            y: observations, (..., N).
+
+        Raises:
+            ValueError: `y` of another length than X.
+        """
+        y = jnp.asarray(y)
+        if y.shape[-1:] != self.event_shape:
+            msg = f"`y` must have shape (N,) = {self.event_shape}, one value for each row of X, got {y.shape}."
+            raise ValueError(msg)
+        residual = self._residual(y)
+        q = collapsed(*self._blocks(), residual, self.noise_scale**2, self.bound)
+        return RegressionPosterior(self.prior, self.inducing, q.L, q.m, q.L_B, residual, q.precision)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RegressionPosterior:
+    """The optimal posterior of GP regression through inducing variables, q(u) = N(L m, L B⁻¹ Lᵀ), B = L_B L_Bᵀ.
+
+    Made by `SparseGPRegression.condition`. A pytree: it can be returned from `jit`, mapped over draws of the
+    hyperparameters, and given to a guide as `init_from`.
+
+    Attributes:
+        prior: the prior at the training inputs.
+        inducing: the inducing variables u.
+        L: Cholesky factor of Kuu, (..., M, M).
+        m: whitened mean, (..., M).
+        L_B: Cholesky factor of the whitened precision, (..., M, M).
+        residual: observations less the prior mean, (..., N).
+        precision: of the noise, (..., N).
+    """
+
+    prior: GaussianProcess
+    inducing: AbstractInducing
+    L: Array
+    m: Array
+    L_B: Array
+    residual: Array
+    precision: Array
+
+    def posterior(self, X_new: ArrayLike) -> SparsePosterior:
+        """q(f(X_new)) as a distribution, which a model can sample: `.mean`, `.variance`, `.covariance()`, `.sample`.
+
+        Args:
+            X_new: inputs, (N_new, D).
+
+        Raises:
+            ValueError: the prior mean was given as values at the training inputs.
+        """
+        if self.prior.mean_function is None:
+            msg = (
+                f"The prior mean was given as values of shape {self.prior.prior_mean.shape} at the training inputs, "
+                "which say nothing about `X_new`. Give `mean` as a scalar or as a function of X."
+            )
+            raise ValueError(msg)
+        X_new = jnp.asarray(X_new, self.prior.X.dtype)
+        check_new_inputs(self.inducing.width, X_new)
+        prior = GaussianProcess(self.prior.kernel, X_new, self.prior.mean_function, jitter=self.prior.jitter)
+        A = solve_lower(self.L, self.inducing.Kuf(prior.kernel, prior.X))
+        T = solve_lower(self.L_B, A)
+        q = moments(matvec_transposed(A, self.m), prior.kernel(prior.X), A, T, self._kl())
+        return SparsePosterior(prior, q)
+
+    def _kl(self) -> Array:
+        L_B_inverse = triangular_inverse(self.L_B)
+        trace = jnp.sum(L_B_inverse * L_B_inverse, axis=(-2, -1))
+        return 0.5 * (trace - self.m.shape[-1] + jnp.sum(self.m * self.m, axis=-1) + log_determinant(self.L_B))
+
+    def marginals(self, X_new: ArrayLike) -> Marginals:
+        """Mean and variance of f at each row of X_new, (N_new, D); those of y add σ² to the variance."""
+        q = self.posterior(X_new)
+        return Marginals(q.mean, q.variance)
+
+    def covariance(self, X_new: ArrayLike) -> Array:
+        """Cov[f(X_new)], (..., N_new, N_new), for X_new (N_new, D)."""
+        return self.posterior(X_new).covariance()
+
+    def sample(self, rng_key: Array, X_new: ArrayLike, sample_shape: tuple[int, ...] = ()) -> Array:
+        """Joint draws of f(X_new), sample_shape + (..., N_new), for X_new (N_new, D)."""
+        return self.posterior(X_new).sample(rng_key, sample_shape)
+
+    def _root(self) -> Array:
+        """Lower triangular root of B⁻¹."""
+        L_B_inverse = triangular_inverse(self.L_B)
+        return cholesky(matmul(jnp.swapaxes(L_B_inverse, -1, -2), L_B_inverse))
+
+    def _whitened_sites(self) -> tuple[Array, Array]:
+        B = matmul(self.L_B, jnp.swapaxes(self.L_B, -1, -2))
+        return matvec(B, self.m), B - jnp.eye(B.shape[-1], dtype=B.dtype)
+
+    def start(self, form: str, inducing: AbstractInducing | None, X: Array) -> tuple[Array, Array]:
+        """This posterior in the parameters of another family: what a guide begins with.
+
+        Args:
+            form: "whitened" and "unwhitened" (m, S_sqrt); "natural" (B m, B − I); "projection" and "covariance", sums
+                of sites in the bases Kuu⁻¹k_ui and k_ui; "datum" (y/σ², 1/σ²), one site for each row.
+            inducing: the guide's inducing variables, which must be these; None for one site for each row.
+            X: the guide's inputs, which must be the training inputs for one site for each row.
+
+        Raises:
+            ValueError: another form, other inducing variables, or other rows.
+        """
+        if form not in _FORMS:
+            msg = f"`form` must be one of {', '.join(map(repr, _FORMS))}, got {form!r}."
+            raise ValueError(msg)
+        if inducing is None and form != "datum":
+            msg = f"`form={form!r}` is one of inducing variables: give `inducing`, the guide's, got None."
+            raise ValueError(msg)
+        same = jnp.ones((), bool)
+        if inducing is not None:
+            same = _same(self.inducing, inducing, "inducing variables", "`inducing=init_from.inducing`")
+        if form == "datum":
+            same &= _same(self.prior.X, X, "rows of X", "the same rows of X")
+            first, second = self.precision * self.residual, jnp.broadcast_to(self.precision, self.residual.shape)
+        elif form in ("whitened", "unwhitened"):
+            first, second = self.m, self._root()
+            if form == "unwhitened":
+                first, second = matvec(self.L, first), matmul(self.L, second)
+        else:
+            first, second = self._whitened_sites()
+            if form == "covariance":
+                first = matvec(self.L, first)
+                second = matmul(self.L, matmul(second, jnp.swapaxes(self.L, -1, -2)))
+            elif form == "projection":
+                first = solve_lower_transposed(self.L, first[..., None])[..., 0]
+                half = solve_lower_transposed(self.L, second)
+                second = solve_lower_transposed(self.L, jnp.swapaxes(half, -1, -2))
+        # Traced values cannot be compared now; where they turn out to differ, the start is NaN.
+        return jnp.where(same, first, jnp.nan).astype(X.dtype), jnp.where(same, second, jnp.nan).astype(X.dtype)
+
+
+def started_mean_and_root(
+    param: Callable,
+    batch_shape: tuple[int, ...],
+    prior_start: tuple[Array, Array],
+    init_from: RegressionPosterior | None,
+    form: str,
+    inducing: AbstractInducing,
+    X: Array,
+    prefix: str = "",
+) -> tuple[Array, Array]:
+    """The parameters m, (..., M), and S_sqrt, (..., M, M), which start at the prior or at a regression's optimum."""
+    shape = (*batch_shape, inducing.num_inducing)
+    names = f"{prefix}m", f"{prefix}S_sqrt"
+    if init_from is None:
+        m, S_sqrt = prior_start
+        return (
+            param(names[0], jnp.broadcast_to(m, shape)),
+            param(names[1], jnp.broadcast_to(S_sqrt, (*shape, shape[-1]))),
+        )
+    start = functools.cache(lambda: init_from.start(form, inducing, X))
+    return (
+        param(names[0], lambda _: jnp.broadcast_to(start()[0], shape)),
+        param(names[1], lambda _: jnp.broadcast_to(start()[1], (*shape, shape[-1]))),
+    )
+
+
+def started_sites(
+    zeros: AbstractSites,
+    init_from: RegressionPosterior | None,
+    form: str,
+    inducing: AbstractInducing | None,
+    X: Array,
+) -> AbstractSites | Callable[[Array], AbstractSites]:
+    """What a parameter of sites is initialised with: `zeros`, or those of `init_from` when the guide is first run."""
+    if init_from is None:
+        return zeros
+
+    def init(rng_key: Array) -> AbstractSites:
+        del rng_key
+        lambda1, Lambda2 = init_from.start(form, inducing, X)
+        return dataclasses.replace(
+            zeros,
+            lambda1=jnp.broadcast_to(lambda1, zeros.lambda1.shape),
+            Lambda2=jnp.broadcast_to(Lambda2, zeros.Lambda2.shape),
+        )
+
+    return init
+
+
+def _same(own: Any, other: Any, what: str, remedy: str) -> Array:
+    """Whether two pytrees are equal, as a traced value if need be; raises where it is known that they are not."""
+    (leaves, form), (other_leaves, other_form) = jax.tree.flatten(own), jax.tree.flatten(other)
+    pairs = list(zip(leaves, other_leaves, strict=False))
+    equal = form == other_form and all(jnp.shape(a) == jnp.shape(b) for a, b in pairs)
+    if equal and not any(isinstance(x, Tracer) for pair in pairs for x in pair):
+        equal = all(np.array_equal(a, b) for a, b in pairs)
+    if not equal:
+        shapes = [jnp.shape(x) for x in leaves], [jnp.shape(x) for x in other_leaves]
+        msg = (
+            f"`init_from` was conditioned at other {what} (arrays of shapes {shapes[0]}) than the guide got "
+            f"({shapes[1]}). Give the guide {remedy}."
+        )
+        raise ValueError(msg)
+    return jnp.stack([jnp.array_equal(a, b) for a, b in pairs]).all()

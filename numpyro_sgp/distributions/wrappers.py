@@ -1,0 +1,51 @@
+"""Distributions inside plates' expansions, masks and `to_event`, and the terms that they give."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jax import Array
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from numpyro.distributions.distribution import ExpandedDistribution, Independent, MaskedDistribution
+
+__all__ = ["log_prob_of", "observed_mask", "rewrap", "unwrap"]
+
+
+def unwrap(fn: dist.Distribution) -> dist.Distribution:
+    """The distribution inside plates' expansions, masks and `to_event`."""
+    while isinstance(fn, ExpandedDistribution | MaskedDistribution | Independent):
+        fn = fn.base_dist
+    return fn
+
+
+def rewrap(fn: dist.Distribution, replace: Callable[[Any, tuple[int, ...]], dist.Distribution]) -> dist.Distribution:
+    """`fn` with the distribution inside replaced by `replace(inner, batch_shape)`, masks and `to_event` kept.
+
+    An expansion is taken over by the replacement, which is given its batch shape.
+    """
+    if isinstance(fn, MaskedDistribution):
+        return rewrap(fn.base_dist, replace).mask(fn._mask)  # pyright: ignore[reportArgumentType]
+    if isinstance(fn, Independent):
+        return rewrap(fn.base_dist, replace).to_event(fn.reinterpreted_batch_ndims)
+    if isinstance(fn, ExpandedDistribution):
+        # What lies between (masks, `to_event`) may have moved axes of the inside's batch to the event.
+        own, expanded = len(fn.base_dist.batch_shape), fn.batch_shape
+        return rewrap(fn.base_dist, lambda inner, shape: replace(inner, expanded + shape[own:]))
+    return replace(fn, fn.batch_shape)
+
+
+def log_prob_of(fn: dist.Distribution, value: Array) -> Array:
+    """The log density of a site, also where a mask of False, which tells a guide to predict, covers all of it."""
+    if isinstance(fn, MaskedDistribution) and fn._mask is False:
+        fn = fn.base_dist
+    return jnp.asarray(fn.log_prob(value))
+
+
+def observed_mask(fn: dist.Distribution) -> Array:
+    """Which entries of a site's log density count: an array that broadcasts to the batch shape of `fn`."""
+    if isinstance(fn, MaskedDistribution):
+        return jnp.logical_and(jnp.asarray(fn._mask), observed_mask(fn.base_dist))
+    if isinstance(fn, Independent):
+        inner = jnp.broadcast_to(observed_mask(fn.base_dist), fn.base_dist.batch_shape)
+        return jnp.any(inner, axis=tuple(range(-fn.reinterpreted_batch_ndims, 0)))
+    return observed_mask(fn.base_dist) if isinstance(fn, ExpandedDistribution) else jnp.asarray(True)

@@ -1,0 +1,167 @@
+"""Whether the terms of a bound look at one row of f each, as integrating f by its marginals takes for granted."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax import Array
+from jax.core import Tracer, eval_jaxpr
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from numpyro import handlers
+
+from numpyro_sgp._internal.row_dependence import MIXED, axes_of
+from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
+from numpyro_sgp.distributions.traces import scaled_log_prob
+from numpyro_sgp.guides.handlers import Alone
+
+__all__ = ["check_rows_apart"]
+
+Trace = dict[str, dict[str, Any]]
+Values = dict[str, np.ndarray]
+
+# A term that couples a single pair of rows is seen where the halves part them, as every second does: missed in 1/256.
+_NUM_HALVES = 8
+# Far above the rounding of float32 where a gradient is a sum over many data, and far below 1 / √N, what a mean over N
+# rows changes. Without such sums the gradients of terms that look at one row each are the same to the last bit.
+_TOLERANCE = 1e-4
+
+
+def check_rows_apart(model: Callable[[], Any], trace: Trace, sites: Mapping[str, SparsePosterior]) -> None:
+    """Raise where a term of the model depends on several rows of one latent at once.
+
+    Most programs of terms show that each entry looks at one row. Where one does not, numbers decide: the gradient of
+    the log density at a row of f stays as it is while other rows move, for all terms that look at one row each or are
+    linear in f, however they pick, mix or repeat what they look at. That needs the numbers of the data, so that nothing
+    raises within `jax.jit`, nor for a model that has no gradient. The inputs of another GP (a deep GP) are no terms.
+
+    Args:
+        model: the model, with its arguments given.
+        trace: a run of the guide, with values for all latents, plates and parameters of the model.
+        sites: the GP sites in it.
+
+    Raises:
+        ValueError: the rows of a site are coupled.
+    """
+    leaves = jax.tree.leaves([site["value"] for site in trace.values()] + [q.moments.variance for q in sites.values()])
+    if not set(sites) <= set(trace) or not all(_is_at_hand(leaf) for leaf in leaves):
+        return
+    start = {name: np.asarray(trace[name]["value"]) for name in sites}
+
+    def entries(f: Mapping[str, Any]) -> dict[str, Array]:
+        return _entries(model, trace, {**start, **f})
+
+    unsure = [name for name in sites if not _is_apart(entries, name, start[name])]
+    if not unsure:
+        return
+    gradient = _gradient(lambda f: jnp.asarray(sum(jnp.sum(x) for x in entries(f).values())), start)
+    for name in unsure:
+        scale = np.sqrt(np.maximum(np.asarray(sites[name].moments.variance), 0.0))
+        if gradient is not None and _couples(gradient, start, name, scale):
+            terms = list(jax.eval_shape(entries, start))
+            alone = [_gradient(lambda f, term=term: jnp.sum(entries(f)[term]), start) for term in terms]
+            found = zip(terms, alone, strict=True)
+            coupled = [term for term, of_term in found if of_term and _couples(of_term, start, name, scale)]
+            raise ValueError(_message(name, coupled or terms))
+
+
+def _is_at_hand(leaf: Any) -> bool:
+    return not isinstance(leaf, Tracer) and (not isinstance(leaf, Array) or leaf.is_fully_addressable)
+
+
+def _entries(model: Callable[[], Any], trace: Trace, f: Mapping[str, Any]) -> dict[str, Array]:
+    """Log densities of all sites but the GPs, entry by entry, at the values of a trace and at f."""
+    # A model may change its mutable state in place: it gets a copy.
+    given = {
+        name: jax.tree.map(lambda x: x, site["value"])
+        for name, site in trace.items()
+        if site["type"] in ("param", "mutable")
+    }
+    replayed: Any = {name: {**site, "value": f[name]} if name in f else site for name, site in trace.items()}
+    given_model = handlers.substitute(handlers.seed(handlers.replay(model, replayed), rng_seed=0), data=given)
+    # What NumPyro says of outcomes out of their support, it says where a loss asks for their density.
+    with Alone(), numpyro.validation_enabled(False):
+        found = handlers.trace(given_model).get_trace()
+        samples = {name: site for name, site in found.items() if site["type"] == "sample" and name not in f}
+        return {name: jnp.asarray(scaled_log_prob(site)) for name, site in samples.items()}
+
+
+def _is_apart(entries: Callable[[Mapping[str, Any]], dict[str, Array]], name: str, start: np.ndarray) -> bool:
+    """Whether the program shows that each entry of the terms looks at one row of a site."""
+    if start.shape[-1] == 1:
+        return True
+    axes = axes_of(lambda f: entries({name: f}), jnp.asarray(start), -1)
+    return MIXED not in jax.tree.leaves(axes)
+
+
+def _gradient(fn: Callable[[Mapping[str, Any]], Array], like: Values) -> Callable[[Values], Values] | None:
+    """The gradient of `fn` as one compiled program; None where it has none, or not from numbers alone."""
+    try:
+        program = jax.make_jaxpr(jax.grad(fn))(like)
+    except (TypeError, ValueError, NotImplementedError):
+        return None  # a mistake in the model, or a loop without a reverse: the loss says so, or gets along
+    if not all(_is_at_hand(leaf) for leaf in program.consts):
+        return None
+    # The data are arguments of the program: closed over, they would be folded while it is compiled.
+    compiled = jax.jit(lambda consts, leaves: eval_jaxpr(program.jaxpr, consts, *leaves))
+
+    def gradient(f: Values) -> Values:
+        leaves, structure = jax.tree.flatten(f)
+        return jax.tree.unflatten(structure, [np.asarray(leaf) for leaf in compiled(program.consts, leaves)])
+
+    return gradient
+
+
+def _couples(gradient: Callable[[Values], Values], start: Values, name: str, scale: np.ndarray) -> bool:
+    """Whether the gradient at rows of a site moves with other rows of the same latent."""
+    f = start[name]
+    before = gradient(start)[name]
+    if not any(_moves(gradient, start, name, before, moved) for moved in _other_values(f, scale, np.asarray(True))):
+        return False
+    # Terms may look at one row of one latent and at another row of another: that is no coupling.
+    latents = np.ndindex(f.shape[:-1])
+    return f.ndim == 1 or any(
+        _moves(gradient, start, name, before, moved)
+        for latent in latents
+        for moved in _other_values(f, scale, _one_hot(latent, f.shape[:-1])[..., None])
+    )
+
+
+def _one_hot(index: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
+    chosen = np.zeros(shape, bool)
+    chosen[index] = True
+    return chosen
+
+
+def _other_values(f: np.ndarray, scale: np.ndarray, chosen: np.ndarray) -> Iterator[np.ndarray]:
+    """Values of a site, those of the chosen latents moved in half of the rows."""
+    rng = np.random.default_rng(0)
+    for _ in range(_NUM_HALVES):
+        half = rng.uniform(size=f.shape[-1]) < 0.5
+        yield np.where(chosen & half, f + scale * rng.normal(size=f.shape), f).astype(f.dtype)
+
+
+def _moves(
+    gradient: Callable[[Values], Values], start: Values, name: str, before: np.ndarray, moved: np.ndarray
+) -> bool:
+    """Whether the gradient of the latents that were moved differs from before at the rows that were not."""
+    stays = moved == start[name]
+    touched = ~stays.all(axis=-1, keepdims=True)
+    after = gradient({**start, name: moved})[name]
+    known = np.isfinite(before) & np.isfinite(after)
+    if not known.any():
+        return False
+    before, after = (np.where(known, each, 0.0).astype(float) for each in (before, after))
+    size = np.sqrt(np.mean(np.square(before[known])))
+    differs = np.abs(after - before) > _TOLERANCE * (np.abs(before) + size)
+    return bool(np.any(differs & stays & touched))
+
+
+def _message(site: str, terms: list[str]) -> str:
+    return (
+        f"The terms {terms} depend on several rows of the GP site {site!r} at once: on their differences or averages, "
+        "say, or through correlated noise. Sparse guides integrate f row by row, so each entry of a term may depend on "
+        "one row of each latent, else the loss is no bound. Use NUTS on the model as it stands, or on "
+        f"`handlers.reparam(model, config={{{site!r}: InducingReparam(Z)}})`, which takes a guide of NumPyro as well."
+    )

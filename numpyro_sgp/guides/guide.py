@@ -1,0 +1,405 @@
+"""The guide: a base guide for other latents, posteriors for GP sites, and what fitted parameters give."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+from jax import Array
+from jax.core import Tracer
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+import numpy as np
+import numpyro
+from numpyro import distributions as dist
+from numpyro import handlers
+from numpyro.infer.autoguide import AutoGuide, AutoNormal
+
+from numpyro_sgp.distributions.gaussian_process import GaussianProcess
+from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
+from numpyro_sgp.distributions.wrappers import unwrap
+from numpyro_sgp.guides.coupling import check_rows_apart
+from numpyro_sgp.guides.handlers import (
+    GivenGaussianProcesses,
+    HiddenSamples,
+    ModelForBase,
+    SwapGaussianProcesses,
+    explained,
+)
+from numpyro_sgp.guides.parameters import SiteParameters, asked, parameter
+from numpyro_sgp.posteriors.decoupled.coefficients import Ascending
+from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, check_names, for_site
+from numpyro_sgp.posteriors.functions import FunctionDraws, sample_functions
+
+__all__ = ["AbstractAutoSparseGP", "AutoSparseGP"]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class LatentNames:
+    """Names of the latent variables that the base guide gives values to: a parameter without numbers."""
+
+    names: tuple[str, ...]
+
+
+def _check_tracked(base_trace: dict[str, dict], trace: dict[str, dict]) -> None:
+    """Raise if an optimizer tracks what depends on hyperparameters, and these are drawn anew in each step."""
+    params = [site["value"] for site in trace.values() if site["type"] == "param"]
+    if not any(isinstance(value, Ascending) and value.refresh is not True for value in params):
+        return
+    drawn = sorted(name for name, site in base_trace.items() if _is_drawn(site))
+    if drawn:
+        msg = (
+            f"`DualAscent` tracks a projection that moves with the hyperparameters, and the base guide draws {drawn} "
+            "anew in each step. Pass `refresh=1` to compute it in each step, or fix them, by `base=AutoDelta` or "
+            "`handlers.substitute` around the model."
+        )
+        raise ValueError(msg)
+
+
+def _is_drawn(site: dict) -> bool:
+    return site["type"] == "sample" and not site["is_observed"] and not isinstance(unwrap(site["fn"]), dist.Delta)
+
+
+def _make_base(base: Any, model: Callable, prefix: str) -> Callable:
+    factory = base.func if isinstance(base, functools.partial) else base
+    if isinstance(factory, type) and issubclass(factory, AutoGuide):
+        return base(model, prefix=prefix)
+    if callable(base) and not isinstance(factory, type):
+        return base
+    got = f"the class {factory.__name__}" if isinstance(factory, type) else type(base).__name__
+    msg = f"`base` must be an autoguide class or a guide, got {got}. `AutoNormal` is the default."
+    raise TypeError(msg)
+
+
+def _no_posterior(site: str, *_: Any) -> SparsePosterior:
+    msg = f"The GP site {site!r} was to have a value already. Please report this."
+    raise RuntimeError(msg)
+
+
+class AbstractAutoSparseGP(AutoGuide):
+    """Runs a base guide, then the model with its GP sites swapped; subclasses say which posterior a site gets."""
+
+    def __init__(self, model: Callable, *, base: Any, prefix: str) -> None:
+        if not callable(model):
+            msg = f"`model` must be a callable with NumPyro primitives, got {type(model).__name__}. Pass the function."
+            raise TypeError(msg)
+        super().__init__(model, prefix=prefix)
+        self._model_for_base = ModelForBase(model)
+        self.base = _make_base(base, self._model_for_base, prefix)
+
+    @abstractmethod
+    def family(self, site: str) -> AbstractPosteriorFamily:
+        """The posterior family of a GP site."""
+
+    def check_sites(self, sites: set[str]) -> None:
+        """Raise if the guide was given names that are no GP sites of the model."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        predicting = numpyro.get_mask() is False
+        base_trace = self._run_base(predicting, args, kwargs)
+        trace, _ = self._run_model(base_trace, predicting, args, kwargs)
+        return {name: site["value"] for name, site in trace.items() if site["type"] == "sample"}
+
+    def _run_base(self, predicting: bool, args: tuple, kwargs: dict) -> dict[str, dict]:
+        names: tuple[str, ...] | None = None
+        if isinstance(self.base, AutoGuide):
+            names = self._latent_names(predicting, args, kwargs)
+            if not names:
+                return {}
+            if self.base.prototype_trace is None:
+                self._model_for_base.latents = names
+
+        # The base guide's samples are shown by the model's run below, in the model's order; the rest passes through.
+        # Autoguides leave the Jacobians out of their densities under a mask of False, which they inspect; diagnostics
+        # need them.
+        def hides(msg: dict) -> bool:
+            if msg["type"] == "sample":
+                return not msg["infer"].get("is_auxiliary")
+            return predicting and msg["type"] == "inspect"
+
+        with explained(), HiddenSamples(hide_fn=hides), handlers.trace() as base_trace:
+            self.base(*args, **kwargs)
+        if names is None:
+            return base_trace
+        # An autoguide first run without outcomes takes them for latent variables: they are the model's to draw.
+        return {name: site for name, site in base_trace.items() if site["type"] != "sample" or name in names}
+
+    def _latent_names(self, predicting: bool, args: tuple, kwargs: dict) -> tuple[str, ...]:
+        """Which latents are the base guide's: found where the data are given, and remembered among the parameters."""
+
+        def find(rng_key: Array) -> LatentNames:
+            del rng_key
+            with explained(), handlers.block(), handlers.trace() as trace:
+                self._model_for_base(*args, **kwargs)
+            sites = [site for site in trace.values() if site["type"] == "sample" and not site["is_observed"]]
+            return LatentNames(tuple(site["name"] for site in sites))
+
+        return parameter(f"{self.prefix}_latents", find, predicting).names
+
+    def _run_model(
+        self, base_trace: dict[str, dict], predicting: bool, args: tuple, kwargs: dict, *, joint: bool = True
+    ) -> tuple[dict[str, dict], dict[str, SparsePosterior]]:
+        starts: list[str] = []
+
+        def posterior(site: str, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
+            try:
+                param = SiteParameters(site, self.prefix, predicting)
+                moments = self.family(site).moments(param, prior, batch_shape)
+                starts.extend(param.initial)
+                if param.growing:
+                    moments = asked(param.growing, moments, prior)
+            except (TypeError, ValueError) as error:
+                error.add_note(f"This was at the GP site {site!r}.")
+                raise
+            return SparsePosterior(prior, moments, batch_shape, joint=predicting)
+
+        swap = SwapGaussianProcesses(base_trace, posterior, predicting, joint=joint)
+        with explained(), handlers.trace() as trace, handlers.block(hide_fn=swap.hides), swap:
+            self.model(*args, **kwargs)
+        if not swap.gp_sites:
+            msg = (
+                "The model has no `GaussianProcess` site to approximate. Write "
+                '`f = numpyro.sample("f", numpyro_sgp.GaussianProcess(kernel, X))` in it, or use another guide.'
+            )
+            raise ValueError(msg)
+        self.check_sites(set(swap.gp_sites))
+        _check_tracked(base_trace, trace)
+        if starts:  # in `SVI.init`, where the data are numbers; in a compiled step they are not
+            check_rows_apart(lambda: self.model(*args, **kwargs), trace, swap.gp_sites)
+        return trace, swap.gp_sites
+
+    def _is_chained(self, base_trace: dict[str, dict], args: tuple, kwargs: dict) -> bool:
+        """Whether the prior of a GP site depends on values of another one, as in a deep GP, or may do so."""
+
+        def priors(value: float) -> dict[str, list]:
+            given, swap = GivenGaussianProcesses(value), SwapGaussianProcesses(base_trace, _no_posterior, True)
+            with explained(), handlers.block(hide_fn=swap.hides), swap, given:
+                self.model(*args, **kwargs)
+            return {name: jax.tree.leaves(prior) for name, prior in given.priors.items()}
+
+        first = priors(0.5)
+        if len(first) < 2:
+            return False
+        leaves = [leaf for leaves in first.values() for leaf in leaves]
+        others = [leaf for leaves in priors(1.0).values() for leaf in leaves]
+        # What is no number may close over anything, and what is traced has no value yet.
+        if any(callable(leaf) or isinstance(leaf, Tracer) for leaf in leaves):
+            return True
+        return not all(np.array_equal(*pair) for pair in zip(leaves, others, strict=True))
+
+    def _conditioned(self, rng_key: Array, params: Mapping[str, Any]) -> Callable[[Callable], Any]:
+        """A context that gives parameters and randomness, and draws jointly."""
+
+        def run(fn: Callable) -> Any:
+            values = handlers.substitute(data=dict(params))
+            with handlers.block(), handlers.seed(rng_seed=rng_key), values, handlers.mask(mask=False):
+                return fn()
+
+        return run
+
+    def posterior(
+        self, rng_key: Array, params: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, SparsePosterior]:
+        """The posterior of each GP site at the model's inputs, in O(N) for N of them.
+
+        Where a GP takes values of another one, as in a deep GP, they are a joint draw of these, in O(N³).
+
+        Args:
+            rng_key: draws the hyperparameters, where the base guide is random.
+            params: fitted parameters.
+            args: arguments of the model, at the inputs where the posterior is wanted.
+            kwargs: keyword arguments of the model.
+
+        Returns:
+            By site name: `.mean`, `.variance`, `.covariance()`, `.sample(key)`, given one draw of the hyperparameters.
+        """
+
+        def run() -> dict[str, SparsePosterior]:
+            base_trace = self._run_base(True, args, kwargs)
+            joint = self._is_chained(base_trace, args, kwargs)
+            return self._run_model(base_trace, True, args, kwargs, joint=joint)[1]
+
+        return self._conditioned(rng_key, params)(run)
+
+    def sample_posterior(
+        self,
+        rng_key: Array,
+        params: Mapping[str, Any],
+        *args: Any,
+        sample_shape: tuple[int, ...] = (),
+        **kwargs: Any,
+    ) -> dict[str, Array]:
+        """Joint draws of every latent, with the GP sites at the model's inputs, and of the deterministic sites.
+
+        Args:
+            rng_key: a key.
+            params: fitted parameters.
+            args: arguments of the model.
+            sample_shape: leading shape of the draws.
+            kwargs: keyword arguments of the model.
+        """
+
+        def draw(key: Array) -> dict[str, Array]:
+            def run() -> dict[str, Array]:
+                trace, _ = self._run_model(self._run_base(True, args, kwargs), True, args, kwargs)
+                return {n: site["value"] for n, site in trace.items() if site["type"] in ("sample", "deterministic")}
+
+            return self._conditioned(key, params)(run)
+
+        if not sample_shape:
+            return draw(rng_key)
+        draws = jax.lax.map(draw, jax.random.split(rng_key, math.prod(sample_shape)))
+        return jax.tree.map(lambda x: x.reshape(*sample_shape, *x.shape[1:]), draws)
+
+    def sample_functions(
+        self,
+        rng_key: Array,
+        params: Mapping[str, Any],
+        *args: Any,
+        num_samples: int,
+        num_features: int = 1024,
+        **kwargs: Any,
+    ) -> dict[str, FunctionDraws]:
+        """Functions drawn from the posterior of each GP site, consistent across calls; see `FunctionDraws`.
+
+        Each has its own draw of the hyperparameters, and of the prior by random Fourier features, corrected where the
+        posterior knows better (Matheron's rule).
+
+        Args:
+            rng_key: a key.
+            params: fitted parameters.
+            args: arguments of the model; the rows in them do not matter.
+            num_samples: S, the number of functions.
+            num_features: random Fourier features of each term of the kernel; more make single functions closer to a GP.
+            kwargs: keyword arguments of the model.
+
+        Returns:
+            By site name f with `f(X_new)` of shape (S, ..., N_new), X_new inputs of that site, (N_new, D).
+
+        Raises:
+            TypeError: a kernel without a known spectral density.
+            ValueError: a prior mean given as an array; a kernel or mean that closes over values of the model's run.
+
+        References:
+            Wilson et al. (2020), "Efficiently sampling functions from Gaussian process posteriors", equations 12, 13.
+        """
+        options = {"num_samples": num_samples, "num_features": num_features}
+        return sample_functions(self, rng_key, params, *args, **options, **kwargs)
+
+    def _at_base_values(
+        self, params: Mapping[str, Any], values: Mapping[str, Array], args: tuple, kwargs: dict
+    ) -> dict[str, SparsePosterior]:
+        base_trace = {
+            name: {"type": "sample", "fn": numpyro.distributions.Delta(value), "value": value, "intermediates": []}
+            for name, value in values.items()
+        }
+        run = self._conditioned(jax.random.key(0), params)
+        return run(lambda: self._run_model(base_trace, True, args, kwargs)[1])
+
+    def _base_summary(self, params: Mapping[str, Any], args: tuple, kwargs: dict, method: str, *extra: Any) -> dict:
+        if not isinstance(self.base, AutoGuide):
+            msg = (
+                f"`{method}` needs a base guide that has one, got a {type(self.base).__name__}. Use `sample_posterior`."
+            )
+            raise TypeError(msg)
+        known = params.get(f"{self.prefix}_latents")
+        if known is not None and not known.names:
+            return {}
+        if self.base.prototype_trace is None:
+            # A guide made afresh: one run tells the base guide the shapes of its sites.
+            try:
+                self._conditioned(jax.random.key(0), params)(lambda: self._run_base(True, args, kwargs))
+            except TypeError as error:
+                error.add_note(f"A guide that has not been run yet needs the model's arguments in `{method}` too.")
+                raise
+        try:
+            values = getattr(self.base, method)(params, *extra)
+        except NotImplementedError as error:
+            msg = f"A base guide of type {type(self.base).__name__} has no `{method}`. Use `sample_posterior`."
+            raise NotImplementedError(msg) from error
+        # The base guide sees GP sites that are zero, and so do deterministic sites there.
+        sites = self.base.prototype_trace
+        assert sites is not None
+        latents = {name: value for name, value in values.items() if sites[name]["type"] == "sample"}
+        if not extra:
+            return latents
+        # Some base guides have a leading axis for a single probability, others have none.
+        own = {name: value.shape[value.ndim - np.ndim(sites[name]["value"]) :] for name, value in latents.items()}
+        return {name: jnp.reshape(value, np.shape(extra[0]) + own[name]) for name, value in latents.items()}
+
+    def median(self, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """Posterior medians of the other latents, and of the GP sites where the model's arguments are given.
+
+        Deterministic sites are left out: those of draws (`sample_posterior`) have medians of their own.
+
+        Args:
+            params: fitted parameters.
+            args: arguments of the model; with them the GP sites are included, given the median of the other latents.
+            kwargs: keyword arguments of the model.
+        """
+        values = self._base_summary(params, args, kwargs, "median")
+        if not args and not kwargs:
+            return values
+        posteriors = self._at_base_values(params, values, args, kwargs)
+        return {**values, **{site: q.mean for site, q in posteriors.items()}}
+
+    def quantiles(self, params: Mapping[str, Any], quantiles: ArrayLike, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """Posterior quantiles of the other latents, and of the GP sites where the model's arguments are given.
+
+        Deterministic sites are left out: those of draws (`sample_posterior`) have quantiles of their own.
+
+        Args:
+            params: fitted parameters.
+            quantiles: probabilities in (0, 1); their shape leads the result's.
+            args: arguments of the model; with them the GP sites are included, given the median of the other latents.
+            kwargs: keyword arguments of the model.
+        """
+        values = self._base_summary(params, args, kwargs, "quantiles", quantiles)
+        if not args and not kwargs:
+            return values
+        medians = self._base_summary(params, args, kwargs, "median")
+        posteriors = self._at_base_values(params, medians, args, kwargs)
+        return {**values, **{site: q.quantile(quantiles) for site, q in posteriors.items()}}
+
+
+class AutoSparseGP(AbstractAutoSparseGP):
+    """A sparse posterior for each GP site of a model, family by family.
+
+    Args:
+        model: a NumPyro model with `GaussianProcess` sites.
+        families: a posterior family for every site, or a dict of them by site name.
+        base: guide for the other latents: an autoguide class, or a guide.
+        prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
+
+    Raises:
+        TypeError: `families` that are not posterior families.
+        ValueError: a GP site without a family, or a family without a site (when the guide is first run).
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        families: AbstractPosteriorFamily | Mapping[str, AbstractPosteriorFamily],
+        *,
+        base: Any = AutoNormal,
+        prefix: str = "auto",
+    ) -> None:
+        for value in families.values() if isinstance(families, Mapping) else (families,):
+            if not isinstance(value, AbstractPosteriorFamily):
+                msg = (
+                    f"`families` must be a posterior family or a dict of them by site, got {type(value).__name__}. "
+                    "For inducing inputs Z write numpyro_sgp.Whitened(Z) or numpyro_sgp.Dual(Z)."
+                )
+                raise TypeError(msg)
+        self.families = families
+        super().__init__(model, base=base, prefix=prefix)
+
+    def family(self, site: str) -> AbstractPosteriorFamily:
+        return for_site(self.families, site, "families")
+
+    def check_sites(self, sites: set[str]) -> None:
+        check_names(self.families, sites, "families")

@@ -1,0 +1,351 @@
+"""What is done to messages: GP values hidden from the base guide, GP sites replaced by posteriors."""
+
+from collections.abc import Callable, Collection, Iterator
+import contextlib
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpyro
+from numpyro import handlers
+from numpyro.primitives import Messenger, apply_stack
+
+from numpyro_sgp.distributions.gaussian_process import GaussianProcess
+from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
+from numpyro_sgp.distributions.wrappers import rewrap, unwrap
+
+__all__ = [
+    "GivenGaussianProcesses",
+    "HiddenSamples",
+    "KeysBySite",
+    "ModelForBase",
+    "SwapGaussianProcesses",
+    "explained",
+]
+
+
+def _is_latent(msg: dict) -> bool:
+    return msg["type"] == "sample" and not msg["is_observed"] and msg["value"] is None
+
+
+def _needs_value(msg: dict) -> bool:
+    return _is_latent(msg) and not msg["infer"].get("is_auxiliary")
+
+
+def _is_collected(msg: dict) -> bool:
+    """Whether it is a site inside `scan` or `cond`, after all of its values have been drawn."""
+    return msg["type"] == "sample" and msg.get("_control_flow_done", False)
+
+
+def _check_control_flow(msg: dict) -> None:
+    if _is_collected(msg) and isinstance(unwrap(msg["fn"]), GaussianProcess):
+        message = (
+            f"The GP site {msg['name']!r} lies inside `scan` or `cond`, where a guide cannot put a posterior in its "
+            "place. Sample it before, at the inputs of all steps, and pass its values in: `scan(step, init, (f, y))`."
+        )
+        raise ValueError(message)
+
+
+class ModelForBase:
+    """The model with its GP values set to zero and hidden: what the base guide sees, without any N × N work."""
+
+    def __init__(self, model: Callable) -> None:
+        self.model = model
+        self.latents: tuple[str, ...] | None = None  # None: all of them
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _ZeroGaussianProcesses(self.latents):
+            return self.model(*args, **kwargs)
+
+
+class _ZeroGaussianProcesses(Messenger):
+    def __init__(self, latents: tuple[str, ...] | None) -> None:
+        self.latents = latents
+        super().__init__()
+
+    def process_message(self, msg: dict) -> None:
+        if msg["type"] == "plate":
+            _check_plate(msg)
+        _check_control_flow(msg)
+        if not _is_latent(msg):
+            return
+        gp = unwrap(msg["fn"])
+        if isinstance(gp, GaussianProcess):
+            msg["value"] = jnp.zeros(msg["fn"].shape(), gp.X.dtype)
+            msg["stop"] = True
+        elif self.latents is not None and msg["name"] not in self.latents:
+            # An outcome to be predicted, not a latent variable of the fit.
+            msg["kwargs"]["rng_key"] = numpyro.prng_key()
+            msg["stop"] = True
+
+
+class HiddenSamples(handlers.block):
+    """Hides the base guide's samples; those outside are still asked for a key by name, and may give one of their own.
+
+    The message that asks has the type "prng_key", as one of `numpyro.prng_key`, and the name as its "site".
+    """
+
+    def process_message(self, msg: Any) -> None:
+        if msg["type"] == "sample" and self.hide_fn(msg) and _needs_key(msg):
+            asked: Any = {"type": "prng_key", "site": msg["name"], "fn": lambda rng_key: rng_key}
+            asked |= {"args": (), "kwargs": {"rng_key": None}, "value": None}
+            msg["kwargs"]["rng_key"] = apply_stack(asked)["value"]
+        super().process_message(msg)
+
+
+class KeysBySite(Messenger):
+    """Gives some sample sites keys that follow from their names, hidden ones of a base guide too.
+
+    Args:
+        rng_key: a key.
+        names: names of sites.
+    """
+
+    def __init__(self, rng_key: Array, names: Collection[str]) -> None:
+        self.keys = {name: jax.random.fold_in(rng_key, number) for number, name in enumerate(sorted(names))}
+        super().__init__()
+
+    def process_message(self, msg: dict) -> None:
+        asked = msg["name"] if msg["type"] == "sample" else msg.get("site") if msg["type"] == "prng_key" else None
+        if asked in self.keys and _needs_key(msg):
+            msg["kwargs"]["rng_key"] = self.keys[asked]
+
+
+class Alone(Messenger):
+    """Hides a run of the model from all handlers outside, which are asked for no keys either."""
+
+    def process_message(self, msg: dict) -> None:
+        msg["stop"] = True
+
+
+def _needs_key(msg: dict) -> bool:
+    return msg["value"] is None and msg["kwargs"].get("rng_key") is None
+
+
+class GivenGaussianProcesses(Messenger):
+    """Gives every GP site the same value at all its inputs, and keeps the priors."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.priors: dict[str, GaussianProcess] = {}
+        super().__init__()
+
+    def process_message(self, msg: dict) -> None:
+        if not _is_latent(msg):
+            return
+        gp = unwrap(msg["fn"])
+        if isinstance(gp, GaussianProcess):
+            self.priors[msg["name"]] = gp
+            msg["value"] = jnp.full(msg["fn"].shape(), self.value, gp.X.dtype)
+
+
+class SwapGaussianProcesses(Messenger):
+    """Replaces GP sites by posteriors and gives the other latents the base guide's values, in the model's order."""
+
+    def __init__(
+        self,
+        base_trace: dict[str, dict],
+        posterior: Callable[[str, GaussianProcess, tuple[int, ...]], SparsePosterior],
+        predicting: bool,
+        *,
+        joint: bool = True,
+    ) -> None:
+        self.base_trace = base_trace
+        self.posterior = posterior
+        self.predicting = predicting
+        self.joint = joint  # whether draws are joint where the posterior is; else row by row, which is no N × N work
+        self.exposed: set[str] = set()
+        self.gp_sites: dict[str, SparsePosterior] = {}
+        self.plate_sizes: dict[str, int] = {}
+        self.control_flow = ""  # name of the last primitive
+        self.of_rows: dict[str, str] = {}  # plates with as many entries as a GP site inside them has rows
+        super().__init__()
+
+    def hides(self, msg: dict) -> bool:
+        return msg["type"] == "sample" and msg["name"] not in self.exposed
+
+    def process_message(self, msg: dict) -> None:
+        if msg["type"] == "plate":
+            self._process_plate(msg)
+        elif msg["type"] == "control_flow":
+            self._process_control_flow(msg)
+        elif msg["type"] == "sample" and msg["is_observed"]:
+            self._check_outcomes(msg)
+        elif _is_collected(msg):
+            self._process_collected(msg)
+        elif _is_latent(msg):
+            if isinstance(unwrap(msg["fn"]), GaussianProcess):
+                self._process_gaussian_process(msg)
+            elif msg["name"] in self.base_trace:
+                site = self.base_trace[msg["name"]]
+                self._check_rows(msg, site["value"])
+                msg.update(fn=site["fn"], value=site["value"], intermediates=site["intermediates"])
+                self.exposed.add(msg["name"])
+            elif not self.predicting and _needs_value(msg):
+                self._raise_without_value(msg)
+
+    def _raise_without_value(self, msg: dict) -> None:
+        sampled = sorted(name for name, site in self.base_trace.items() if site["type"] == "sample")
+        message = (
+            f"The base guide leaves the latent site {msg['name']!r} without a value; it samples {sampled}. "
+            "Sample it in your guide, or leave `base` at `AutoNormal`, which covers every latent."
+        )
+        raise ValueError(message)
+
+    def _process_control_flow(self, msg: dict) -> None:
+        """Gives the base guide's values to the sites inside, whose messages come here when the primitive is done."""
+        self.control_flow = msg["fn"].__name__.removesuffix("_wrapper")
+        length = None
+        if self.control_flow == "scan":
+            _, _, xs, length, _ = msg["args"]
+            length = jnp.shape(jax.tree.leaves(xs)[0])[0] if length is None else length
+
+        def given(site: dict) -> Any:
+            if site["is_observed"] or site["name"] not in self.base_trace:
+                return None
+            value = self.base_trace[site["name"]]["value"]
+            if length is not None:
+                self._check_steps(site["name"], jnp.shape(value)[0], length)
+            return value
+
+        msg["kwargs"]["substitute_stack"].append(("substitute", given))
+
+    def _check_steps(self, name: str, count: int, length: int) -> None:
+        # A prediction may go on: NumPyro draws the steps after the last value from the prior.
+        if count == length or (self.predicting and count < length):
+            return
+        message = (
+            f"The latent site {name!r} inside `scan` has values for {count} steps, and the model now scans {length}. "
+            "The steps are one sequence, which has no minibatches: give the model all of them, and more to go on."
+        )
+        raise ValueError(message)
+
+    def _process_collected(self, msg: dict) -> None:
+        _check_control_flow(msg)
+        name, site = msg["name"], self.base_trace.get(msg["name"])
+        if site is None:
+            if not self.predicting and not msg["infer"].get("is_auxiliary"):
+                self._raise_without_value(msg)
+            return
+        if self.control_flow == "cond":
+            # NumPyro's `replay`, by which every loss gives the model the guide's values, stops before the branches.
+            message = (
+                f"The latent site {name!r} lies inside `cond` beside a GP site. A loss replays the guide's values in "
+                "the model, and inside `cond` NumPyro draws others. Sample it before `cond`, or one site for each "
+                "branch, and take `jnp.where(pred, ...)` of them."
+            )
+            raise ValueError(message)
+        if jnp.shape(msg["value"]) == jnp.shape(site["value"]):
+            msg.update(fn=site["fn"], value=site["value"], intermediates=site["intermediates"])
+        self.exposed.add(name)
+
+    def _check_rows(self, msg: dict, value: Any) -> None:
+        """A summary of the base guide is of all rows of a plate; the model may look at some of them."""
+        for frame in msg["cond_indep_stack"]:
+            size, axis = self.plate_sizes.get(frame.name, frame.size), frame.dim - msg["fn"].event_dim
+            if size != frame.size and jnp.ndim(value) >= -axis and jnp.shape(value)[axis] == size:
+                message = (
+                    f"The latent site {msg['name']!r} has a value for each of the {size} rows of plate {frame.name!r}, "
+                    f"of which the model looks at {frame.size}. Leave the model's arguments out for the summaries of "
+                    "such latents, or use a model whose plate has all its rows."
+                )
+                raise ValueError(message)
+
+    def _process_plate(self, msg: dict) -> None:
+        _check_plate(msg)
+        self.plate_sizes[msg["name"]] = msg["args"][0]
+        if msg["name"] in self.base_trace:
+            msg["value"] = self.base_trace[msg["name"]]["value"]
+
+    def _check_outcomes(self, msg: dict) -> None:
+        """One outcome for each entry of a plate against a table of all entries and all rows: the plate is of the rows.
+
+        As many latents as rows have a plate of their own and leave none of these axes without one.
+        """
+        stack, fn = msg["cond_indep_stack"], msg["fn"]
+        plates = [frame for frame in stack if frame.name in self.of_rows]
+        depth = max((-frame.dim for frame in stack), default=0)
+        for frame in plates:
+            if frame.size not in fn.batch_shape[:-depth] or jnp.ndim(msg["value"]) - fn.event_dim > depth:
+                continue
+            message = (
+                f"GP site {self.of_rows[frame.name]!r} lies inside plate {frame.name!r} of its {frame.size} rows. It "
+                f"is {frame.size} latents there, and the outcomes of {msg['name']!r} count for each. A GP is one "
+                "random function, not one for each row: sample it before the plate. For as many latents as rows give "
+                "these a plate of their own."
+            )
+            raise ValueError(message)
+
+    def _process_gaussian_process(self, msg: dict) -> None:
+        name = msg["name"]
+        for frame in msg["cond_indep_stack"]:
+            size = self.plate_sizes.get(frame.name, frame.size)
+            if size != frame.size:
+                message = (
+                    f"GP site {name!r} lies inside plate {frame.name!r}, which subsamples {frame.size} of {size}. "
+                    "A GP is one random function, not one for each row: sample it before the plate, at the inputs of "
+                    "the batch (with `num_data` as the plate's size), or at all inputs and then take "
+                    "`numpyro.subsample(f, event_dim=0)` inside."
+                )
+                raise ValueError(message)
+
+            if size == msg["fn"].event_shape[-1] > 1:
+                self.of_rows[frame.name] = name
+
+        def replace(prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
+            self.gp_sites[name] = self.posterior(name, prior, batch_shape)
+            return self.gp_sites[name]
+
+        msg["fn"] = rewrap(msg["fn"], replace)
+        self.exposed.add(name)
+        if not self.joint:
+            q = self.gp_sites[name]
+            msg["value"] = SparsePosterior(q.prior, q.moments, q.batch_shape, joint=False).sample(numpyro.prng_key())
+
+    def postprocess_message(self, msg: dict) -> None:
+        # The guide reads mutable state and must not be the one to change it: the model is run again by the loss, and
+        # what it changes there is what counts. Outer handlers have recorded the value by now; the model gets a copy.
+        if msg["type"] == "mutable" and isinstance(msg["value"], dict):
+            msg["value"] = msg["value"].copy()
+
+
+def _check_plate(msg: dict) -> None:
+    size, subsample_size = msg["args"]
+    if subsample_size is not None and subsample_size > size:
+        message = (
+            f"Plate {msg['name']!r} has size {size}, smaller than its subsample of {subsample_size} rows. "
+            "Pass the number of rows of the whole data set as the plate's size (`num_data`)."
+        )
+        raise ValueError(message)
+
+
+def _size_is_missing(error: TypeError) -> bool:
+    frame = error.__traceback__
+    while frame is not None:
+        variables = frame.tb_frame.f_locals
+        if isinstance(variables.get("self"), numpyro.plate) and variables.get("size", 0) is None:
+            return True
+        frame = frame.tb_next
+    return False
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Says what a plate without a size needs, in the place of the error from inside NumPyro; and of leaked values."""
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as error:
+        error.add_note(
+            "A kernel is a function: a network that changes when it is called cannot be a part of one, as one of Flax "
+            "NNX with batch normalisation or dropout. Leave these out, or use layer normalisation."
+        )
+        raise
+    except TypeError as error:
+        if not _size_is_missing(error):
+            raise
+        msg = (
+            "A plate of the model was given the size None. It needs N, the number of rows of the whole data set: "
+            "pass it to the model (`num_data=N`), or use the number of rows of the batch when that is all there is."
+        )
+        raise ValueError(msg) from error

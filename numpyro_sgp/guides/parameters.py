@@ -1,0 +1,93 @@
+"""How a family declares parameters and mutable state of its site."""
+
+from collections.abc import Iterator
+import contextlib
+from typing import Any, cast
+
+from jax import Array
+import numpyro
+from numpyro.primitives import _PYRO_STACK, mutable
+
+from numpyro_sgp.distributions.gaussian_process import GaussianProcess
+from numpyro_sgp.guides.handlers import SwapGaussianProcesses
+from numpyro_sgp.inducing import Growing, ask
+from numpyro_sgp.posteriors.moments import Moments
+
+__all__ = ["SiteParameters", "asked", "parameter"]
+
+
+def parameter(name: str, init: Any, predicting: bool) -> Any:
+    """A parameter; a prediction must be given its value, since at its initial value it would be that of the prior."""
+
+    def missing(rng_key: Array) -> Any:
+        del rng_key
+        msg = (
+            f"The parameter {name!r} has no value to predict with. Pass all fitted parameters, `result.params` of "
+            "`SVI.run` or `svi.get_params(state)`, of a guide with the same `prefix` and the same names of sites."
+        )
+        raise ValueError(msg)
+
+    return numpyro.param(name, missing if predicting else init)
+
+
+@contextlib.contextmanager
+def _past_the_model() -> Iterator[None]:
+    """Messages meet the handlers around the model only.
+
+    Those within it have done to the site's name what they do: a scope would prefix a parameter named after it again.
+    """
+    swaps = [number for number, handler in enumerate(_PYRO_STACK) if isinstance(handler, SwapGaussianProcesses)]
+    end = swaps[-1] + 1 if swaps else len(_PYRO_STACK)
+    inner = _PYRO_STACK[end:]
+    del _PYRO_STACK[end:]
+    try:
+        yield
+    finally:
+        _PYRO_STACK.extend(inner)
+
+
+class SiteParameters:
+    """What a family declares the parameters of one site with, and its mutable state.
+
+    Attributes:
+        growing: the parameters that are growing bases.
+        initial: symbols of the parameters that had no value yet and were given their initial one.
+    """
+
+    def __init__(self, site: str, prefix: str, predicting: bool) -> None:
+        self.site, self.prefix, self.predicting = site, prefix, predicting
+        self.growing: list[Growing] = []
+        self.initial: set[str] = set()
+
+    def __call__(self, symbol: str, init: Any) -> Any:
+        def start(rng_key: Array) -> Any:
+            self.initial.add(symbol)
+            return init(rng_key) if callable(init) else init
+
+        with _past_the_model():
+            value = parameter(f"{self.site}_{self.prefix}_{symbol}", start, self.predicting)
+        if not isinstance(value, Growing):
+            return value
+        self.growing.append(value)
+        return value.basis
+
+    def state(self, symbol: str, init: dict[str, Array]) -> dict[str, Array]:
+        """Mutable state; a prediction must be given it, as it must be given parameters."""
+        name = f"{self.site}_{self.prefix}_{symbol}"
+        with _past_the_model():
+            value: Any = mutable(name, cast(Any, None if self.predicting else init))
+        if value is None:
+            msg = (
+                f"The state {name!r} has no value to predict with. Pass it with the fitted parameters: "
+                "`{**result.params, **result.state.mutable_state}` of `SVI.run`."
+            )
+            raise ValueError(msg)
+        return value
+
+
+def asked(asking: list[Growing], q: Moments, prior: GaussianProcess) -> Moments:
+    """The moments as functions of the candidates of growing bases, the one of the covariance first."""
+    zero = ask(asking, prior.kernel, prior.X, q.prior_root)
+    # Once for the site, however many latents it has.
+    first = (0,) * q.kl.ndim
+    return q._replace(kl=q.kl.at[first].add(zero) if first else q.kl + zero)

@@ -1,0 +1,66 @@
+"""Whether a model scales the rows of a batch to all rows: seen where the first step is traced."""
+
+import warnings
+
+from jax.core import Tracer
+import numpy as np
+import numpyro.distributions as dist
+from numpyro.infer import SVI
+from numpyro.infer.elbo import ELBO
+from numpyro.primitives import Messenger
+
+from numpyro_sgp.distributions.wrappers import unwrap
+
+__all__ = ["Scales", "warn_of_no_scale"]
+
+
+class Scales(Messenger):
+    """Looks at the sites of all runs of a model and a guide.
+
+    Attributes:
+        observed: names of the observed sites.
+        latent: whether there is a latent variable, to whose prior the likelihood is compared.
+        own: whether a site has a scale, by a plate or `handlers.scale`, or is a factor, which may hold one.
+    """
+
+    def __init__(self) -> None:
+        self.observed: set[str] = set()
+        self.latent = self.own = False
+        super().__init__()
+
+    def postprocess_message(self, msg: dict) -> None:
+        if msg["type"] != "sample":
+            return
+        scale = msg["scale"]
+        self.own |= not (scale is None or (not isinstance(scale, Tracer) and bool(np.all(np.asarray(scale) == 1.0))))
+        if not msg["is_observed"]:
+            self.latent |= not msg["infer"].get("is_auxiliary")
+        elif isinstance(unwrap(msg["fn"]), dist.Unit):
+            self.own = True
+        else:
+            self.observed.add(msg["name"])
+
+
+def warn_of_no_scale(svi: SVI, scales: Scales, batch_size: int, rows: int) -> None:
+    """Warn of a likelihood that counts the rows of a batch and not all rows, against a prior that counts in full.
+
+    Args:
+        svi: where the loss is an ELBO; nothing is said of others.
+        scales: what the first step showed.
+        batch_size: B.
+        rows: N; with batches of all rows there is nothing to scale.
+
+    Warns:
+        UserWarning: no site is scaled.
+    """
+    if batch_size == rows or not isinstance(svi.loss, ELBO):
+        return
+    if scales.latent and scales.observed and not scales.own:
+        warnings.warn(
+            f"No plate of the model scales a batch of {batch_size} rows to all {rows}: the likelihood of "
+            f"{sorted(scales.observed)} counts for {batch_size} rows, and the prior in full. Give the model an "
+            "argument `num_data`, which `fit` passes, and write "
+            '`numpyro.plate("data", num_data, subsample_size=X.shape[0])`.',
+            UserWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,277 @@
+"""`QuadratureELBO`: the evidence lower bound with the GP latents integrated by quadrature."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, cast
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from numpyro import handlers
+from numpyro.distributions.kl import kl_divergence
+from numpyro.distributions.util import scale_and_mask
+from numpyro.infer.elbo import ELBO
+from numpyro.ops.provenance import eval_provenance
+from numpyro.primitives import Messenger
+from numpyro.util import _validate_model, check_model_guide_match
+
+from numpyro_sgp._internal.checks import at_least
+from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
+from numpyro_sgp.distributions.traces import (
+    Trace,
+    check_kept,
+    check_outcomes,
+    posteriors_of,
+    sample_sites,
+    scaled_log_prob,
+)
+from numpyro_sgp.distributions.wrappers import unwrap
+from numpyro_sgp.losses.rules import Rule, rules_of
+from numpyro_sgp.losses.sampled import check_sampled, integrate_sampled, sampled_site
+from numpyro_sgp.math.quadrature import product_grid
+from numpyro_sgp.posteriors.moments import standard_deviation
+
+__all__ = ["Particle", "QuadratureELBO"]
+
+
+def _latent_term(model_site: dict[str, Any], guide_site: dict[str, Any], analytic: bool) -> Array:
+    """−KL(q ‖ p) where it is known and may be used, else log p − log q at the sample."""
+    if analytic:
+        try:
+            kl = kl_divergence(guide_site["fn"], model_site["fn"])
+        except NotImplementedError:
+            pass
+        else:
+            return -jnp.sum(scale_and_mask(kl, guide_site["scale"]))
+    return jnp.sum(scaled_log_prob(model_site)) - jnp.sum(scaled_log_prob(guide_site))
+
+
+def _mutable(trace: Trace) -> dict[str, Any]:
+    return {name: site["value"] for name, site in trace.items() if site["type"] == "mutable"}
+
+
+class _Reflect(Messenger):
+    """Mirrors each GP sample at its mean: the second draw of an antithetic pair."""
+
+    def __init__(self, sign: Array) -> None:
+        self.sign = sign
+        super().__init__()
+
+    def postprocess_message(self, msg: dict) -> None:
+        if msg["type"] == "sample" and isinstance(unwrap(msg["fn"]), SparsePosterior):
+            mean = unwrap(msg["fn"]).mean
+            msg["value"] = mean + self.sign * (msg["value"] - mean)
+
+
+class QuadratureELBO(ELBO):
+    """ELBO = Σ_n E_q[log p(y_n | f_n, θ)] − KL(q(u) ‖ p(u)) − KL(q(θ) ‖ p(θ)), the expectation over f by quadrature.
+
+    The model is run at Gauss-Hermite nodes of the marginals of f (a `vmap` of the replayed model). A term of the bound
+    that depends on one GP latent for each datum uses `num_nodes` nodes, one that depends on two their product grid, and
+    one that depends on more uses `num_samples` antithetic draws. A GP whose inputs or kernel depend on another GP (a
+    deep GP) is integrated given draws of that one. The likelihood must factorise over the rows of X given f, which the
+    guides check in `SVI.init`; the other latents are sampled as in NumPyro's `TraceMeanField_ELBO`.
+
+    Args:
+        num_nodes: nodes along each axis; exact where log p is a polynomial of degree below 2 · num_nodes in f.
+        num_particles: draws of the other latents.
+        num_samples: draws of f where quadrature does not apply; even.
+        vectorize_particles: as in NumPyro's `ELBO`.
+
+    Raises:
+        ValueError: `num_nodes` or `num_samples` is not positive, or `num_samples` is odd.
+
+    References:
+        Hensman, Matthews and Ghahramani (2015), "Scalable variational Gaussian process classification", equation 19.
+
+    Example:
+        >>> import numpyro_sgp as sgp
+        >>> loss = sgp.QuadratureELBO(num_nodes=20)
+    """
+
+    def __init__(
+        self,
+        num_nodes: int = 20,
+        num_particles: int = 1,
+        num_samples: int = 8,
+        *,
+        vectorize_particles: bool | Callable = True,
+    ) -> None:
+        product_grid(num_nodes, 1)  # checks num_nodes
+        if at_least(0, "num_samples", num_samples, "Use 8.") % 2 or num_samples == 0:
+            msg = f"`num_samples` must be a positive even integer, for antithetic pairs, got {num_samples!r}. Use 8."
+            raise ValueError(msg)
+        self.num_nodes = num_nodes
+        self.num_samples = num_samples
+        super().__init__(num_particles=num_particles, vectorize_particles=vectorize_particles)
+
+    def loss(
+        self, rng_key: Array, param_map: dict[str, Any], model: Callable, guide: Callable, *args: Any, **kwargs: Any
+    ) -> Array:
+        """The negative ELBO; see `numpyro.infer.elbo.ELBO`."""
+        return self._evaluated(rng_key, param_map, model, guide, args, kwargs, training=False)["loss"]
+
+    def loss_with_mutable_state(
+        self, rng_key: Array, param_map: dict[str, Any], model: Callable, guide: Callable, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The negative ELBO and the new mutable state, to train with; see `numpyro.infer.elbo.ELBO`."""
+        return self._evaluated(rng_key, param_map, model, guide, args, kwargs, training=True)
+
+    def _evaluated(
+        self,
+        rng_key: Array,
+        param_map: dict[str, Any],
+        model: Callable,
+        guide: Callable,
+        args: tuple,
+        kwargs: dict,
+        *,
+        training: bool,
+    ) -> dict[str, Any]:
+        def particle(key: Array) -> tuple[Array, dict[str, Any] | None]:
+            return Particle(self, key, param_map, model, guide, args, kwargs, training=training).elbo()
+
+        if self.num_particles == 1:
+            elbo, mutable_state = particle(rng_key)
+            return {"loss": -elbo, "mutable_state": mutable_state}
+        elbos, states = self.vectorize_particles_fn(particle, jax.random.split(rng_key, self.num_particles))
+        # Each particle starts from the same state; one of the results goes on, as in a run with a single particle.
+        mutable_state = None if states is None else jax.tree.map(lambda x: x[0], states)
+        return {"loss": -jnp.mean(elbos), "mutable_state": mutable_state}
+
+
+class Particle:
+    """One draw of the other latents: the bound given it."""
+
+    def __init__(
+        self,
+        loss: QuadratureELBO,
+        rng_key: Array,
+        params: Mapping[str, Any],
+        model: Callable,
+        guide: Callable,
+        args: tuple,
+        kwargs: dict,
+        *,
+        training: bool = False,
+    ) -> None:
+        self.training = training
+        self.loss, self.params, self.model, self.guide = loss, dict(params), model, guide
+        self.args, self.kwargs = args, kwargs
+        self.model_key, self.guide_key, self.noise_key = jax.random.split(rng_key, 3)
+
+    def elbo(self) -> tuple[Array, dict[str, Any] | None]:
+        guide_trace = self.run_guide(self.guide_key, {})
+        parents = self.nested_parents(guide_trace)
+        if not parents:
+            return self.elbo_given(guide_trace, parents)
+        pairs = self.loss.num_samples // 2
+        keys = jnp.repeat(jax.random.split(self.guide_key, pairs), 2, axis=0)
+        signs = jnp.tile(jnp.asarray([1.0, -1.0]), pairs)
+
+        def draw(key: Array, sign: Array) -> tuple[Array, dict[str, Any] | None]:
+            with _Reflect(sign):
+                trace = self.run_guide(key, {})
+            return self.elbo_given(trace, parents)
+
+        elbos, states = jax.vmap(draw)(keys, signs)
+        return jnp.mean(elbos), None if states is None else jax.tree.map(lambda x: x[0], states)
+
+    def run_guide(self, key: Array, values: Mapping[str, Array]) -> Trace:
+        guide = handlers.substitute(handlers.seed(self.guide, key), data={**self.params, **values})
+        return handlers.trace(guide).get_trace(*self.args, **self.kwargs)
+
+    def run_model(self, guide_trace: Trace, values: Mapping[str, Array]) -> Trace:
+        replayed = OrderedDict(guide_trace)
+        for name, value in values.items():
+            replayed[name] = {**guide_trace[name], "value": value}
+        model = handlers.replay(handlers.seed(self.model, self.model_key), cast(Any, replayed))
+        model = handlers.substitute(model, data={**self.params, **_mutable(guide_trace)})
+        return handlers.trace(model).get_trace(*self.args, **self.kwargs)
+
+    def nested_parents(self, guide_trace: Trace) -> frozenset[str]:
+        """GP sites on which the posterior of another GP site depends."""
+        sites = posteriors_of(guide_trace)
+        if len(sites) < 2:
+            return frozenset()
+
+        def moments(**values: Array) -> dict[str, tuple[Array, Array]]:
+            trace = self.run_guide(self.guide_key, values)
+            return {name: (q.mean, q.variance) for name, q in posteriors_of(trace).items()}
+
+        depends = eval_provenance(moments, **{name: guide_trace[name]["value"] for name in sites})
+        return frozenset().union(*(set(mean | variance) - {name} for name, (mean, variance) in depends.items()))
+
+    def elbo_given(self, guide_trace: Trace, parents: frozenset[str]) -> tuple[Array, dict[str, Any] | None]:
+        sites = posteriors_of(guide_trace)
+        if self.training:
+            check_kept(sites, self.guide, type(self.loss).__name__)
+        model_trace = self.run_model(guide_trace, {})
+        check_model_guide_match(model_trace, guide_trace)
+        check_outcomes(model_trace)
+        _validate_model(model_trace, plate_warning="loose")
+        # The analytic KL of a site is right if its parents in the model are not its children in the guide; the same
+        # order of sites in both is sufficient.
+        guide_order = [name for name in sample_sites(guide_trace) if name in model_trace]
+        analytic = guide_order == [name for name in sample_sites(model_trace) if name in guide_trace]
+
+        def terms(trace: Trace) -> dict[str, Array]:
+            result = {}
+            for name in sample_sites(trace):
+                if name in sites:
+                    continue
+                site = trace[name]
+                result[name] = (
+                    jnp.sum(scaled_log_prob(site))
+                    if site["is_observed"]
+                    else _latent_term(site, guide_trace[name], analytic)
+                )
+            return result
+
+        at_sample = terms(model_trace)
+        elbo = 0.0  # without a dtype of its own, so that a float32 model has a float32 loss under x64
+        for name in sites:
+            elbo = elbo - jnp.sum(
+                scale_and_mask(
+                    kl_divergence(guide_trace[name]["fn"], model_trace[name]["fn"]), guide_trace[name]["scale"]
+                )
+            )
+        for name in sample_sites(guide_trace):
+            if name not in model_trace:
+                elbo = elbo - jnp.sum(scaled_log_prob(guide_trace[name]))  # auxiliary sites of the guide
+
+        free = {name: q for name, q in sites.items() if name not in parents}
+        check_sampled(sites, parents)
+        model_at = partial(self.run_model, guide_trace)
+        rules = rules_of(guide_trace, model_trace, free, tuple(at_sample), terms, model_at)
+        integrated = {name for rule in rules for name in rule.terms}
+        elbo = elbo + sum(value for name, value in at_sample.items() if name not in integrated)
+        for index, rule in enumerate(rules):
+            sampled = sampled_site(rule, free)
+            if sampled is not None:
+                elbo = elbo + integrate_sampled(rule, sampled, free[sampled], self.loss.num_nodes, terms, model_at)
+                continue
+            elbo = elbo + self.integrate(rule, free, terms, model_at, jax.random.fold_in(self.noise_key, index))
+        mutable_state = {**_mutable(guide_trace), **_mutable(model_trace)}
+        return jnp.asarray(elbo), mutable_state or None
+
+    def integrate(
+        self,
+        rule: Rule,
+        free: Mapping[str, SparsePosterior],
+        terms: Callable[[Trace], dict[str, Array]],
+        model_at: Callable[[Mapping[str, Array]], Trace],
+        key: Array,
+    ) -> Array:
+        """Σ over the rule's terms of their expectations under the marginals of f."""
+        moments = {name: (q.mean, standard_deviation(q.variance)) for name, q in free.items()}
+        means = {name: mean for name, (mean, _) in moments.items()}
+        z, weights = rule.nodes(self.loss.num_nodes, self.loss.num_samples, means, key)
+
+        def at(z: Mapping[str, Array]) -> Array:
+            values = {name: mean + scale * z[name] for name, (mean, scale) in moments.items() if name in z}
+            result = terms(model_at(values))
+            return jnp.asarray(sum(result[name] for name in rule.terms))
+
+        return jnp.sum(weights * jax.vmap(at)(z))

@@ -1,0 +1,436 @@
+"""Cholesky factors, triangular solves and products: every matrix operation of the package goes through here.
+
+All products ask for the highest precision, because float32 products on GPUs are otherwise rounded to ten mantissa bits
+(TF32). A factorisation that fails returns NaN, as LAPACK reports it; nothing here replaces a NaN.
+"""
+
+from functools import partial
+import itertools
+from typing import NamedTuple
+
+import jax
+from jax import Array, lax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from numpyro_sgp._internal.eager import as_one_program
+
+__all__ = [
+    "Root",
+    "cholesky",
+    "congruence_of_upper",
+    "default_jitter",
+    "diagonal",
+    "gram_of_lower",
+    "gram_of_rows",
+    "half_congruence",
+    "half_congruence_of_transposed",
+    "half_product",
+    "halved",
+    "largest_eigenvalue",
+    "log_determinant",
+    "lower_part_of_upper_product",
+    "lower_product",
+    "matmul",
+    "matvec",
+    "matvec_transposed",
+    "mirrored",
+    "product_of_lower",
+    "product_with_lower",
+    "root_of",
+    "solve_lower",
+    "solve_lower_transposed",
+    "symmetric_product",
+    "transposed",
+    "triangular_inverse",
+    "upper_product",
+    "with_jitter",
+]
+
+matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+
+
+def default_jitter(dtype: jax.typing.DTypeLike) -> float:
+    """Jitter relative to the mean prior variance: 1e-6 in float64, 1e-4 in float32.
+
+    The rounding error of a Cholesky factorisation grows like M times the machine epsilon; at M = 512 that is 6e-5 in
+    float32 and 1e-13 in float64. The float64 value is set by conditioning instead: it bounds cond(Kuu) by M * 1e6.
+    """
+    return 1e-6 if jnp.finfo(dtype).eps < 1e-10 else 1e-4
+
+
+def diagonal(K: Array) -> Array:
+    """The main diagonal of the trailing two axes, (..., M)."""
+    return jnp.diagonal(K, axis1=-2, axis2=-1)
+
+
+@as_one_program
+def with_jitter(K: Array, jitter: ArrayLike) -> Array:
+    """K + jitter · mean(diag K) · I for symmetric K, (..., M, M)."""
+    shift = jitter * jnp.mean(diagonal(K), axis=-1)
+    return K + shift[..., None, None] * jnp.eye(K.shape[-1], dtype=K.dtype)
+
+
+def cholesky(K: Array, jitter: ArrayLike = 0.0) -> Array:
+    """Lower L with L Lᵀ = K + jitter · mean(diag K) · I.
+
+    Args:
+        K: symmetric matrices, (..., M, M); only the lower triangle is read.
+        jitter: non-negative, relative to the mean of the diagonal.
+
+    Returns:
+        (..., M, M); NaN where the factorisation fails.
+    """
+    return lax.linalg.cholesky(with_jitter(K, jitter), symmetrize_input=False)
+
+
+def _solve(L: Array, B: Array, transpose: bool) -> Array:
+    options = {"left_side": True, "lower": True, "transpose_a": transpose}
+    if L.ndim == 2 and B.ndim > 2:
+        # One factor for many right-hand sides: put the batch into the columns, so that it is a single large solve.
+        columns = jnp.moveaxis(B, -2, 0)
+        solution = lax.linalg.triangular_solve(L, columns.reshape(L.shape[-1], -1), **options)
+        return jnp.moveaxis(solution.reshape(columns.shape), 0, -2)
+    batch = jnp.broadcast_shapes(L.shape[:-2], B.shape[:-2])
+    L, B = (jnp.broadcast_to(x, batch + x.shape[-2:]) for x in (L, B))
+    return lax.linalg.triangular_solve(L, B, **options)
+
+
+def solve_lower(L: Array, B: Array) -> Array:
+    """L⁻¹ B for lower-triangular L, (..., M, M), and B, (..., M, N); batch axes broadcast."""
+    return _solve(L, B, transpose=False)
+
+
+def solve_lower_transposed(L: Array, B: Array) -> Array:
+    """L⁻ᵀ B for lower-triangular L, (..., M, M), and B, (..., M, N); batch axes broadcast."""
+    return _solve(L, B, transpose=True)
+
+
+def log_determinant(L: Array) -> Array:
+    """log|L Lᵀ| from the Cholesky factor L, (...)."""
+    return 2.0 * jnp.sum(jnp.log(diagonal(L)), axis=-1)
+
+
+def matvec(A: Array, x: Array) -> Array:
+    """A x for A, (..., M, N), and x, (..., N)."""
+    return matmul(A, x[..., None])[..., 0]
+
+
+def matvec_transposed(A: Array, x: Array) -> Array:
+    """Aᵀ x for A, (..., M, N), and x, (..., M)."""
+    return matmul(x[..., None, :], A)[..., 0, :]
+
+
+def triangular_inverse(L: Array, block: int = 64) -> Array:
+    """L⁻¹ for lower-triangular L, by halves: [[A, 0], [C, D]]⁻¹ = [[A⁻¹, 0], [−D⁻¹ C A⁻¹, D⁻¹]].
+
+    Most of the work is matrix products, which run several times faster than triangular solves on every backend.
+
+    Args:
+        L: lower triangular, (..., M, M).
+        block: size below which a plain triangular solve is used; 64 is where the two cost the same on a CPU.
+    """
+    M = L.shape[-1]
+    if block >= M:
+        identity = jnp.broadcast_to(jnp.eye(M, dtype=L.dtype), L.shape)
+        return solve_lower(L, identity)
+    # A split at a multiple of the block size keeps the number of distinct sizes, and so of compiled kernels, small.
+    half = block * -(-(M // 2) // block)
+    A, C, D = L[..., :half, :half], L[..., half:, :half], L[..., half:, half:]
+    A_inverse = triangular_inverse(A, block)
+    # One after the other: independent solves of a batch may run at once, and runs with two threads and ten latents were
+    # seen to stop, all threads waiting, where they did (JAX 0.10.2 on a CPU; with this order they finish). NaN spreads
+    # as it would below.
+    D_inverse = triangular_inverse(D + 0.0 * A_inverse[..., :1, :1], block)
+    lower = -matmul(D_inverse, matmul(C, A_inverse))
+    upper = jnp.zeros((*L.shape[:-2], half, M - half), L.dtype)
+    return jnp.concatenate(
+        [jnp.concatenate([A_inverse, upper], axis=-1), jnp.concatenate([lower, D_inverse], axis=-1)], axis=-2
+    )
+
+
+def transposed(X: Array) -> Array:
+    """Xᵀ as an array of its own, (..., N, M) of (..., M, N).
+
+    XLA would otherwise fold the transpose into a product, and on a CPU products with a transposed left factor take 1.6
+    times as long.
+    """
+    return lax.optimization_barrier(jnp.swapaxes(X, -1, -2))
+
+
+def halved(G: Array) -> Array:
+    """Φ(G): the lower triangle with its diagonal halved, so that G = Φ(G) + Φ(G)ᵀ for symmetric G, (..., M, M)."""
+    M = G.shape[-1]
+    weights = jnp.tril(jnp.ones((M, M), G.dtype)) - 0.5 * jnp.eye(M, dtype=G.dtype)
+    # A choice, not a product: above the diagonal NaN stays out, as it does in a factorisation.
+    return jnp.where(weights > 0.0, weights * G, 0.0)
+
+
+# Below this size the two halves of a triangular matrix are not worth their own products.
+_SPLIT = 256
+
+# Up to this size a sum of a matrix and its transpose is one loop. On CPUs, XLA of JAX 0.10 and 0.11 may unroll such a
+# loop where it is fused with what is around it: from about 900 rows on, it then overflows the stack of its thread.
+_TRANSPOSED = 512
+
+
+def _split(M: int) -> int:
+    return 64 * -(-(M // 2) // 64)
+
+
+def mirrored(F: Array) -> Array:
+    """F + Fᵀ, (..., M, M)."""
+    M = F.shape[-1]
+    if M <= _TRANSPOSED:
+        return F + jnp.swapaxes(F, -1, -2)
+    cuts = [*range(0, M, _TRANSPOSED), M]
+    spans = [slice(*span) for span in itertools.pairwise(cuts)]
+    lower = {
+        (i, j): F[..., rows, columns] + jnp.swapaxes(F[..., columns, rows], -1, -2)
+        for i, rows in enumerate(spans)
+        for j, columns in enumerate(spans[: i + 1])
+    }
+
+    def block(i: int, j: int) -> Array:
+        return lower[i, j] if i >= j else jnp.swapaxes(lower[j, i], -1, -2)
+
+    indices = range(len(spans))
+    return jnp.concatenate([jnp.concatenate([block(i, j) for j in indices], axis=-1) for i in indices], axis=-2)
+
+
+def _assemble(upper_left: Array, lower_left: Array, lower_right: Array) -> Array:
+    """[[upper_left, 0], [lower_left, lower_right]] of blocks whose batch axes broadcast."""
+    batch = jnp.broadcast_shapes(*(x.shape[:-2] for x in (upper_left, lower_left, lower_right)))
+    zeros = jnp.zeros((*batch, upper_left.shape[-2], lower_right.shape[-1]), lower_left.dtype)
+    blocks = (upper_left, zeros, lower_left, lower_right)
+    blocks = [jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in blocks]
+    return jnp.concatenate([jnp.concatenate(blocks[:2], axis=-1), jnp.concatenate(blocks[2:], axis=-1)], axis=-2)
+
+
+def _half_congruence(A: Array, C: Array, D: Array, W: Array) -> Array:
+    """Φ(X W Xᵀ) for X = [[A, 0], [C, D]] and symmetric W: nine of the sixteen products of half the size."""
+    h = A.shape[-1]
+    W11, W21, W22 = W[..., :h, :h], W[..., h:, :h], W[..., h:, h:]
+    A_t, C_t, D_t = (jnp.swapaxes(x, -1, -2) for x in (A, C, D))
+    left = matmul(C, W11) + matmul(D, W21)
+    right = matmul(C, jnp.swapaxes(W21, -1, -2)) + matmul(D, W22)
+    return _assemble(
+        halved(matmul(matmul(A, W11), A_t)), matmul(left, A_t), halved(matmul(left, C_t) + matmul(right, D_t))
+    )
+
+
+def half_congruence(X: Array, W: Array) -> Array:
+    """Φ(X W Xᵀ) for lower triangular X and symmetric W, (..., M, M)."""
+    M = X.shape[-1]
+    if M < _SPLIT:
+        return halved(matmul(X, matmul(W, jnp.swapaxes(X, -1, -2))))
+    h = _split(M)
+    return _half_congruence(X[..., :h, :h], X[..., h:, :h], X[..., h:, h:], W)
+
+
+def half_congruence_of_transposed(U: Array, W: Array) -> Array:
+    """Φ(Uᵀ W U) for upper triangular U, (..., M, M): as a linear map of W, one whose transpose is quick."""
+    M = U.shape[-1]
+    if M < _SPLIT:
+        return halved(matmul(jnp.swapaxes(U, -1, -2), matmul(W, U)))
+    h = _split(M)
+    A, C, D = (jnp.swapaxes(x, -1, -2) for x in (U[..., :h, :h], U[..., :h, h:], U[..., h:, h:]))
+    return _half_congruence(A, C, D, W)
+
+
+def congruence_of_upper(U: Array, W: Array) -> Array:
+    """U W Uᵀ for upper triangular U and symmetric W, (..., M, M)."""
+    M = U.shape[-1]
+    U_t = jnp.swapaxes(U, -1, -2)
+    if M < _SPLIT:
+        return matmul(U, matmul(W, U_t))
+    h = _split(M)
+    A, C, D = U[..., :h, :h], U[..., :h, h:], U[..., h:, h:]
+    A_t, C_t, D_t = (jnp.swapaxes(x, -1, -2) for x in (A, C, D))
+    W11, W21, W22 = W[..., :h, :h], W[..., h:, :h], W[..., h:, h:]
+    upper = matmul(W11, A_t) + matmul(jnp.swapaxes(W21, -1, -2), C_t)
+    lower = matmul(W21, A_t) + matmul(W22, C_t)
+    return mirrored(
+        _assemble(halved(matmul(A, upper) + matmul(C, lower)), matmul(D, lower), halved(matmul(D, matmul(W22, D_t))))
+    )
+
+
+def gram_of_lower(X: Array) -> Array:
+    """Xᵀ X for lower triangular X, (..., M, M)."""
+    M = X.shape[-1]
+    U = transposed(X)
+    if M < _SPLIT:
+        return matmul(U, X)
+    h = _split(M)
+    A, C, D = X[..., :h, :h], X[..., h:, :h], X[..., h:, h:]
+    A_t, C_t, D_t = U[..., :h, :h], U[..., :h, h:], U[..., h:, h:]
+    return mirrored(_assemble(halved(matmul(A_t, A) + matmul(C_t, C)), matmul(D_t, C), halved(matmul(D_t, D))))
+
+
+def gram_of_rows(X: Array) -> Array:
+    """X Xᵀ for lower triangular X, (..., M, M)."""
+    return mirrored(_half_gram_of_rows(X))
+
+
+def _half_gram_of_rows(X: Array) -> Array:
+    M, X_t = X.shape[-1], jnp.swapaxes(X, -1, -2)
+    if M < _SPLIT:
+        return halved(matmul(X, X_t))
+    h = _split(M)
+    A, C, D = X[..., :h, :h], X[..., h:, :h], X[..., h:, h:]
+    C_t = jnp.swapaxes(C, -1, -2)
+    below = _product_with_upper(C, jnp.swapaxes(A, -1, -2))
+    return _assemble(_half_gram_of_rows(A), below, half_product(C, C_t) + _half_gram_of_rows(D))
+
+
+def half_product(X: Array, Y: Array) -> Array:
+    """Φ(X Y), (..., M, M): what is above the diagonal is not computed, but in small blocks."""
+    M = X.shape[-2]
+    if M < _SPLIT:
+        return halved(matmul(X, Y))
+    h = _split(M)
+    below = matmul(X[..., h:, :], Y[..., :, :h])
+    return _assemble(half_product(X[..., :h, :], Y[..., :, :h]), below, half_product(X[..., h:, :], Y[..., :, h:]))
+
+
+def symmetric_product(X: Array, Y: Array) -> Array:
+    """X Yᵀ where it is known to be symmetric, (..., M, M): only its lower half is computed, and mirrored."""
+    return mirrored(half_product(X, jnp.swapaxes(Y, -1, -2)))
+
+
+def product_of_lower(X: Array, Y: Array) -> Array:
+    """X Y for lower triangular X and Y, (..., M, M), which is lower triangular."""
+    M = X.shape[-1]
+    if M < _SPLIT:
+        return matmul(X, Y)
+    h = _split(M)
+    A, C, D = X[..., :h, :h], X[..., h:, :h], X[..., h:, h:]
+    E, F, G = Y[..., :h, :h], Y[..., h:, :h], Y[..., h:, h:]
+    return _assemble(product_of_lower(A, E), product_with_lower(C, E) + lower_product(D, F), product_of_lower(D, G))
+
+
+def product_with_lower(B: Array, X: Array) -> Array:
+    """B X for lower triangular X, (..., M, M), and B, (..., N, M)."""
+    M = X.shape[-1]
+    if M < _SPLIT:
+        return matmul(B, X)
+    h = _split(M)
+    left = product_with_lower(B[..., :h], X[..., :h, :h]) + matmul(B[..., h:], X[..., h:, :h])
+    return jnp.concatenate([left, product_with_lower(B[..., h:], X[..., h:, h:])], axis=-1)
+
+
+def lower_part_of_upper_product(U: Array, B: Array) -> Array:
+    """The lower triangle, with its diagonal, of U B for upper triangular U, (..., M, M), and B, (..., M, M)."""
+    M = U.shape[-1]
+    if M < _SPLIT:
+        return jnp.tril(matmul(U, B))
+    h = _split(M)
+    A, C, D = U[..., :h, :h], U[..., :h, h:], U[..., h:, h:]
+    upper, lower = B[..., :h, :h], B[..., h:, :h]
+    return _assemble(
+        lower_part_of_upper_product(A, upper) + jnp.tril(matmul(C, lower)),
+        upper_product(D, lower),
+        lower_part_of_upper_product(D, B[..., h:, h:]),
+    )
+
+
+def lower_product(X: Array, B: Array) -> Array:
+    """X B for lower triangular X, (..., M, M), and B, (..., M, N): three of the four products of half the size."""
+    M = X.shape[-1]
+    if M < _SPLIT or B.shape[-1] == 1:
+        return matmul(X, B)
+    h = _split(M)
+    return jnp.concatenate([matmul(X[..., :h, :h], B[..., :h, :]), matmul(X[..., h:, :], B)], axis=-2)
+
+
+def upper_product(U: Array, B: Array) -> Array:
+    """U B for upper triangular U, (..., M, M), and B, (..., M, N)."""
+    M = U.shape[-1]
+    if M < _SPLIT or B.shape[-1] == 1:
+        return matmul(U, B)
+    h = _split(M)
+    return jnp.concatenate([matmul(U[..., :h, :], B), matmul(U[..., h:, h:], B[..., h:, :])], axis=-2)
+
+
+def _product_with_upper(B: Array, U: Array) -> Array:
+    """B U for upper triangular U, (..., M, M), and B, (..., N, M)."""
+    M = U.shape[-1]
+    if M < _SPLIT:
+        return matmul(B, U)
+    h = _split(M)
+    return jnp.concatenate([matmul(B[..., :h], U[..., :h, :h]), matmul(B, U[..., :, h:])], axis=-1)
+
+
+class Root(NamedTuple):
+    """The Cholesky factor of a covariance matrix, K = L Lᵀ, with what whitens by it.
+
+    In float64 products with the inverse, several times faster than triangular solves. In float32 triangular solves: the
+    rounding of such a product, the condition number of L times the machine epsilon whatever it is applied to, cost nats
+    where solves lost 0.05.
+
+    Attributes:
+        L: (..., M, M).
+        inverse: L⁻¹, (..., M, M), or None.
+        inverse_transposed: L⁻ᵀ as an array of its own, (..., M, M), or None.
+    """
+
+    L: Array
+    inverse: Array | None
+    inverse_transposed: Array | None
+
+    def whiten(self, B: Array) -> Array:
+        """L⁻¹B, (..., M, N)."""
+        return solve_lower(self.L, B) if self.inverse is None else lower_product(self.inverse, B)
+
+    def whiten_tangent(self, B: Array) -> Array:
+        """L⁻¹B, (..., M, N): as a linear map of B, one whose transpose is quick."""
+        if self.inverse_transposed is None:
+            return solve_lower(self.L, B)
+        # JAX transposes a product with the cotangent as its left factor: the barrier keeps that from being contracted
+        # over its first axis.
+        product = lax.optimization_barrier(_product_with_upper(jnp.swapaxes(B, -1, -2), self.inverse_transposed))
+        return jnp.swapaxes(product, -1, -2)
+
+    def unwhiten(self, B: Array) -> Array:
+        """L⁻ᵀB, (..., M, N)."""
+        if self.inverse_transposed is None:
+            return solve_lower_transposed(self.L, B)
+        return upper_product(self.inverse_transposed, B)
+
+    def whiten_both(self, W: Array) -> Array:
+        """L⁻¹ W L⁻ᵀ for symmetric W, (..., M, M)."""
+        if self.inverse is None:
+            return solve_lower(self.L, jnp.swapaxes(solve_lower(self.L, W), -1, -2))
+        return mirrored(half_congruence(self.inverse, W))
+
+    def whiten_half(self, W: Array) -> Array:
+        """Φ(L⁻¹ W L⁻ᵀ) for symmetric W, (..., M, M): as a linear map of W, one whose transpose is quick."""
+        if self.inverse_transposed is None:
+            return halved(solve_lower(self.L, jnp.swapaxes(solve_lower(self.L, W), -1, -2)))
+        return half_congruence_of_transposed(self.inverse_transposed, W)
+
+    def unwhiten_both(self, W: Array) -> Array:
+        """L⁻ᵀ W L⁻¹ for symmetric W, (..., M, M)."""
+        if self.inverse_transposed is None:
+            return solve_lower_transposed(self.L, jnp.swapaxes(solve_lower_transposed(self.L, W), -1, -2))
+        return congruence_of_upper(self.inverse_transposed, W)
+
+
+def root_of(K: Array) -> Root:
+    """Factorise K, (..., M, M), of which only the lower triangle is read; NaN where that fails."""
+    L = cholesky(K)
+    if jnp.finfo(L.dtype).eps > 1e-10:
+        return Root(L, None, None)
+    inverse = triangular_inverse(L)
+    return Root(L, inverse, transposed(inverse))
+
+
+def largest_eigenvalue(K: Array) -> Array:
+    """By power iteration, (...) of (..., N, N): from below, within a percent where the next one is a tenth smaller."""
+
+    def multiply(_: int, x: Array) -> Array:
+        y = matvec(K, x)
+        return y / jnp.linalg.norm(y, axis=-1, keepdims=True)
+
+    x = jax.lax.fori_loop(0, 100, multiply, jax.random.normal(jax.random.key(0), K.shape[:-1], K.dtype))
+    return jnp.linalg.norm(matvec(K, x), axis=-1)

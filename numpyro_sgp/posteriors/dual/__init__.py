@@ -1,0 +1,1 @@
+"""Dual parametrisation (t-SVGP): q(u) is the prior times Gaussian sites."""

@@ -1,0 +1,213 @@
+"""Dual parametrisation (t-SVGP): q(u) = prior × Gaussian sites, where the sites stay fixed while the prior moves."""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any, Literal
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from numpyro.infer.autoguide import AutoNormal
+
+from numpyro_sgp._internal.pytrees import own_copy
+from numpyro_sgp.distributions.gaussian_process import GaussianProcess
+from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
+from numpyro_sgp.distributions.sparse_regression import RegressionPosterior, started_sites
+from numpyro_sgp.guides.guide import AbstractAutoSparseGP
+from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, InducingPoints
+from numpyro_sgp.math.linalg import diagonal, solve_lower, with_jitter
+from numpyro_sgp.posteriors.dual.formulas import dual_dense, dual_per_datum
+from numpyro_sgp.posteriors.dual.tied import tied
+from numpyro_sgp.posteriors.family import (
+    AbstractPosteriorFamily,
+    Inducing,
+    at_prior,
+    check_names,
+    for_site,
+    inducing_param,
+    is_initial,
+    refuse_growing,
+    started_at,
+)
+from numpyro_sgp.posteriors.moments import Moments, perturbed_moments, project
+from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed, TiedSites, sites_of
+from numpyro_sgp.posteriors.process import ProcessPosterior, dense_process, process_over_inducing
+from numpyro_sgp.posteriors.variables import Fitted
+
+__all__ = ["AutoTSVGP", "Dual"]
+
+
+def _own_rows(value: DatumSites | Perturbed, prior: GaussianProcess, M: Array) -> Array:
+    """`M`, evaluated at the prior's X in the place of the sites' X: NaN if the two are not the same rows."""
+    sites = sites_of(value)
+    if sites.X.shape != prior.X.shape:
+        msg = (
+            f'`sites="per_datum"` holds one site for each of the {sites.X.shape[0]} rows of X given at initialisation; '
+            f"a training step came with X of shape {prior.X.shape}. Give the whole X at every step (subsample inside "
+            'the model with `numpyro.subsample`), or use `sites="tied"` for minibatches.'
+        )
+        raise ValueError(msg)
+    return jnp.where(jnp.all(sites.X == prior.X), M, jnp.nan)
+
+
+def shared_covariance(inducing: AbstractInducing, anchor: AbstractInducing, kernel: Callable, jitter: float) -> Array:
+    """Cov(u, u') for inducing variables that moved from u' to u, the jitter's noise moving along, (..., M, M)."""
+    anchor = jax.lax.stop_gradient(anchor)
+    K = inducing.Kuv(kernel, anchor)
+    # The compiler would evaluate the whole matrix for its diagonal, which for values of the process is known.
+    points = isinstance(anchor, InducingPoints | BoundedInducingPoints)
+    variances = kernel(anchor.Z) if points else diagonal(anchor.Kuu(kernel))
+    scale = jnp.mean(variances, axis=-1)[..., None, None]
+    return K + jitter * scale * jnp.eye(K.shape[-1], dtype=K.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dual(AbstractPosteriorFamily):
+    """q(u) ∝ p(u) Π_i t_i(u) with Gaussian sites t_i; starts at the prior.
+
+    Args:
+        inducing: inducing inputs (M, D), an inducing object, or `(kernel, X, rng_key)` to one; None for the dense
+            posterior (t-VGP), which has one site for each row of X.
+        sites: "tied" keeps two sums over the data, (M,) and (M, M); "per_datum" keeps every site, (N,) and (N,).
+        learn_inducing: whether to train the inducing inputs.
+        tie: what tied sites sum: "projection" Kuu⁻¹k_ui, or "covariance" k_ui as the paper prints it.
+        init_from: the optimum of a regression with the same inducing variables, to start at in place of the prior.
+
+    References:
+        Adam, Chang, Khan and Solin (2021), "Dual parameterization of sparse variational Gaussian processes":
+        section 3 (t-VGP), section 4 (t-SVGP).
+    """
+
+    inducing: Inducing | None
+    sites: Literal["tied", "per_datum"] = "tied"
+    learn_inducing: bool = False
+    tie: Literal["projection", "covariance"] = "projection"
+    init_from: RegressionPosterior | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("sites", self.sites, ("tied", "per_datum")),
+            ("tie", self.tie, ("projection", "covariance")),
+        ):
+            if value not in known:
+                msg = f"`{name}` must be one of {known}, got {value!r}. The default is {known[0]!r}."
+                raise ValueError(msg)
+
+    def moments(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+        if self.inducing is None:
+            return self._dense(param, prior, batch_shape)
+        inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
+        refuse_growing(inducing, "the sites of `AutoTSVGP`")
+        if self.sites == "per_datum":
+            return self._per_datum(param, prior, batch_shape, inducing)
+        return self._tied(param, prior, batch_shape, inducing)
+
+    def process(self, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | None:
+        if self.inducing is None:
+            return dense_process(fitted("sites"), q)
+        return process_over_inducing(self.moments, fitted, q)
+
+    def _tied(
+        self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: AbstractInducing
+    ) -> Moments:
+        anchor = None
+        if self.learn_inducing and self.tie == "projection":
+            # In buffers of its own: a state that has one twice cannot be donated.
+            anchor = own_copy(inducing)
+        zeros = TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype, anchor)
+        value = param("sites", started_sites(zeros, self.init_from, self.tie, inducing, prior.X))
+        if self.init_from is None and is_initial(param, "sites"):
+            return at_prior(prior.kernel, prior.X)
+        sites = sites_of(value)
+        kernel, jitter, Kuv = prior.kernel, prior.relative_jitter, None
+        if sites.anchor is not None:
+            Kuv = shared_covariance(inducing, sites.anchor, kernel, jitter)
+        Kuu, Kuf = with_jitter(inducing.Kuu(kernel), jitter), inducing.Kuf(kernel, prior.X)
+        q = tied(self.tie, sites.lambda1, sites.Lambda2, Kuu, Kuf, kernel(prior.X), Kuv)
+        if not isinstance(value, Perturbed):
+            return q.moments
+        if self.tie == "covariance":
+            return perturbed_moments(value, Kuf, q.moments)
+        fixed = jax.lax.stop_gradient(q)
+        if value.perturbation.moved is not None:
+            lambda1, Lambda2 = fixed.projected_sites()
+            sites = TiedSites(lambda1, Lambda2, inducing)
+        return perturbed_moments(value, fixed.projections(), q.moments, sites)
+
+    def _per_datum(
+        self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: AbstractInducing
+    ) -> Moments:
+        zeros = DatumSites.zeros(batch_shape, prior.X)
+        value = param("sites", started_sites(zeros, self.init_from, "datum", inducing, prior.X))
+        kernel, jitter = prior.kernel, prior.relative_jitter
+        L, _, A, kff = project(inducing, kernel, prior.X, jitter)
+        if isinstance(value, Perturbed):
+            sites = sites_of(value)
+            q = dual_per_datum(sites.lambda1, sites.Lambda2, _own_rows(value, prior, A), A, kff)
+            return perturbed_moments(value, None, q)
+        A_sites = solve_lower(L, inducing.Kuf(kernel, value.fixed_X))
+        return dual_per_datum(value.lambda1, value.Lambda2, A_sites, A, kff)
+
+    def _dense(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+        zeros = DatumSites.zeros(batch_shape, prior.X)
+        value = param("sites", started_sites(zeros, self.init_from, "datum", None, prior.X))
+        kernel, kff = prior.kernel, prior.kernel(prior.X)
+        if isinstance(value, Perturbed):
+            sites = sites_of(value)
+            K = _own_rows(value, prior, kernel(prior.X, prior.X))
+            return perturbed_moments(value, None, dual_dense(sites.lambda1, sites.Lambda2, K, K, kff))
+        K, Kxf = kernel(value.fixed_X, value.fixed_X), kernel(value.fixed_X, prior.X)
+        return dual_dense(value.lambda1, value.Lambda2, K, Kxf, kff)
+
+
+class AutoTSVGP(AbstractAutoSparseGP):
+    """Dual (t-SVGP) posterior for every GP site of a model, to be trained with `NaturalGradient`.
+
+    Between natural steps the sites stay fixed while hyperparameters move, so the bound follows the prior and is tighter
+    than with q(u) fixed.
+
+    Args:
+        model: a NumPyro model with `GaussianProcess` sites.
+        inducing: inducing inputs (M, D), an inducing object, a dict of them by site, or a function
+            `(kernel, X, rng_key)` that makes them when the guide is initialised; None for t-VGP, the dense posterior.
+        sites: "tied" keeps sums over the data and takes minibatches; "per_datum" keeps one site for each row of X and
+            needs the whole X at each step.
+        base: guide for the other latents: an autoguide class, or a guide.
+        learn_inducing: whether to train the inducing inputs.
+        tie: what tied sites sum: "projection" Kuu⁻¹k_ui, or "covariance" k_ui as the paper prints it.
+        init_from: where to start in place of the prior: what `SparseGPRegression.condition` gives with the same
+            inducing variables, or a dict of them by site.
+        prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
+
+    Raises:
+        ValueError: unknown `sites` or `tie`; inducing inputs of another width than X.
+
+    References:
+        Adam, Chang, Khan and Solin (2021), "Dual parameterization of sparse variational Gaussian processes".
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        inducing: Inducing | Mapping[str, Inducing | None] | None,
+        *,
+        sites: Literal["tied", "per_datum"] = "tied",
+        base: Any = AutoNormal,
+        learn_inducing: bool = False,
+        tie: Literal["projection", "covariance"] = "projection",
+        init_from: RegressionPosterior | Mapping[str, RegressionPosterior] | None = None,
+        prefix: str = "auto",
+    ) -> None:
+        self.inducing = inducing
+        self._options = {"sites": sites, "learn_inducing": learn_inducing, "tie": tie}
+        self.init_from = init_from
+        Dual(None, **self._options)  # a mistake in the options raises here, not at the first run
+        super().__init__(model, base=base, prefix=prefix)
+
+    def family(self, site: str) -> AbstractPosteriorFamily:
+        start = started_at(self.init_from, site)
+        return Dual(for_site(self.inducing, site, "inducing"), **self._options, init_from=start)
+
+    def check_sites(self, sites: set[str]) -> None:
+        check_names(self.inducing, sites, "inducing")
+        check_names(self.init_from, sites, "init_from")

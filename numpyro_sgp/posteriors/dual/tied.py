@@ -1,0 +1,186 @@
+"""t-SVGP with tied sites, from the covariance blocks: the derivatives of the whole are written out.
+
+Differentiated piece by piece, through L and A, the sites in the whitened basis and their posterior, it would take up to
+four more products of matrices of size M, because most of what flows back through L cancels.
+"""
+
+from functools import partial
+from typing import Any, Literal, NamedTuple, cast
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+
+from numpyro_sgp._internal.eager import as_one_program
+from numpyro_sgp.math.linalg import (
+    Root,
+    congruence_of_upper,
+    matmul,
+    matvec,
+    matvec_transposed,
+    mirrored,
+    root_of,
+    symmetric_product,
+    transposed,
+)
+from numpyro_sgp.posteriors.dual.formulas import Whitened, by_posterior_root, by_sites, curvature, whitened_moments
+from numpyro_sgp.posteriors.moments import Moments, given_tangents, tangents_like
+
+__all__ = ["Tie", "Tied", "tied"]
+
+Tie = Literal["projection", "covariance"]
+
+
+class Tied(NamedTuple):
+    """The posterior of tied sites.
+
+    Attributes:
+        moments: of q(f).
+        root: of Kuu.
+        lambda1: whitened sites λ̃, (..., M).
+        Lambda2: whitened sites Λ̃, (..., M, M).
+    """
+
+    moments: Moments
+    root: Root
+    lambda1: Array
+    Lambda2: Array
+
+    def projections(self) -> Array:
+        """Kuu⁻¹k_ui = L⁻ᵀA_i, (..., M, N): the vectors that sites of the tie "projection" sum."""
+        return self.root.unwhiten(self.moments.prior_root)
+
+    def projected_sites(self) -> tuple[Array, Array]:
+        """The sites as sums of projections on u itself, (L⁻ᵀλ̃, L⁻ᵀΛ̃L⁻¹), whatever they are held as."""
+        return self.root.unwhiten(self.lambda1[..., None])[..., 0], self.root.unwhiten_both(self.Lambda2)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def tied(
+    tie: Tie, lambda1: Array, Lambda2: Array, Kuu: Array, Kuf: Array, kff: Array, Kuv: Array | None = None
+) -> Tied:
+    """The posterior of `dual` or `dual_projected` from the covariance blocks; no factorisation is differentiated.
+
+    With G = L⁻¹dKuu L⁻ᵀ, R = I − P⁻¹, U = P⁻¹A, E = A − U and p = P⁻¹m, sites that follow the prior's projection
+    (λ̃ = Lᵀλ₁, Λ̃ = LᵀΛ₂L) give
+
+        dm_i = −E_iᵀG m,   dv_i = E_iᵀG E_i,   dKL = ½ tr(R²G) + (p − ½m)ᵀG m
+
+    and sites that stay where they are in u while Kuu moves (λ̃ = L⁻¹…, Λ̃ = L⁻¹…L⁻ᵀ)
+
+        dm_i = −U_iᵀG m,   dv_i = A_iᵀG A_i − U_iᵀG U_i,   dKL = −½ tr(R²G) − (p − ½m)ᵀG m,
+
+    beside the terms of dKuf, dk_ii, and of dλ₁, dΛ₂ and dKuv at fixed L, which are those of `natural_whitened`. The
+    gradient with respect to Kuu is right for symmetric changes of it and not itself symmetric; that with respect to Λ₂
+    is symmetric.
+
+    Args:
+        tie: what the sites sum, "projection" Kuu⁻¹k_ui or "covariance" k_ui.
+        lambda1: Σ_i g_i a_i in that basis, (..., M).
+        Lambda2: Σ_i β_i a_i a_iᵀ, positive semi-definite, (..., M, M).
+        Kuu: prior covariance of the inducing variables u, with jitter, (..., M, M).
+        Kuf: (..., M, N).
+        kff: prior variances, (..., N).
+        Kuv: Cov(u, u') with the inducing variables u' that sites of the tie "projection" refer to, (..., M, M); None
+            where u' = u.
+
+    References:
+        Adam, Chang, Khan and Solin (2021), "Dual parameterization of sparse variational Gaussian processes".
+    """
+    return _evaluate(tie, lambda1, Lambda2, Kuu, Kuf, kff, Kuv)[0]
+
+
+class _Parts(NamedTuple):
+    value: Tied
+    posterior: Whitened
+    Lu: Array | None
+    moving: Array | None
+
+
+def _whitened_sites(
+    tie: Tie, root: Root, Lu: Array | None, lambda1: Array, Lambda2: Array
+) -> tuple[Array, Array, Array | None]:
+    """λ̃ and Λ̃, linear in the sites, and L_uΛ₂ where it is at hand."""
+    if tie == "covariance":
+        return root.whiten(lambda1[..., None])[..., 0], root.whiten_both(Lambda2), None
+    if Lu is None:
+        return matvec_transposed(root.L, lambda1), congruence_of_upper(transposed(root.L), Lambda2), None
+    moving = matmul(Lu, Lambda2)
+    return matvec(Lu, lambda1), symmetric_product(moving, Lu), moving
+
+
+@partial(as_one_program, static_argnums=0)
+def _evaluate(
+    tie: Tie, lambda1: Array, Lambda2: Array, Kuu: Array, Kuf: Array, kff: Array, Kuv: Array | None
+) -> _Parts:
+    root = root_of(Kuu)
+    A, Lu = root.whiten(Kuf), None if Kuv is None else root.whiten(Kuv)
+    linear, precision, moving = _whitened_sites(tie, root, Lu, lambda1, Lambda2)
+    q = whitened_moments(linear, precision, A, kff)
+    return _Parts(Tied(q.moments, root, linear, precision), q, Lu, moving)
+
+
+def _tied_jvp(tie: Tie, primals: tuple, tangents: tuple) -> tuple[Tied, Tied]:
+    lambda1, Lambda2, Kuu, Kuf, kff, Kuv = primals
+    dlambda1, dLambda2, dKuu, dKuf, dkff, dKuv = given_tangents(tangents)
+    value, q, Lu, moving = _evaluate(tie, lambda1, Lambda2, Kuu, Kuf, kff, Kuv)
+    c, root, A = curvature(q), value.root, q.moments.prior_root
+    explained = q.explained[..., None, :]
+    dmean: Any = 0.0
+    dvariance: Any = 0.0
+    dkl: Any = 0.0
+    dA = None
+
+    # At fixed L: dλ̃ = d, dΛ̃ = D + Dᵀ.
+    d, D = jnp.zeros_like(q.m), None
+    if dlambda1 is not None or dLambda2 is not None:
+        dlambda1 = jnp.zeros_like(lambda1) if dlambda1 is None else dlambda1
+        half = jnp.zeros_like(Lambda2) if dLambda2 is None else 0.25 * mirrored(dLambda2)
+        d, D, _ = _whitened_sites(tie, root, Lu, dlambda1, half)
+    if dKuv is not None:
+        dLu = root.whiten_tangent(dKuv)
+        d = d + matvec(dLu, lambda1)
+        turned = matmul(dLu, jnp.swapaxes(cast(Array, moving), -1, -2))
+        D = turned if D is None else D + turned
+    if D is not None:
+        dmean, dvariance, dkl = by_sites(q, c, d, D)
+    dLambda2 = None if D is None else mirrored(D)
+    if dKuf is not None:
+        dA = root.whiten_tangent(dKuf)
+        dmean = dmean + matvec_transposed(dA, q.m)
+        dvariance = dvariance + 2.0 * jnp.sum((c.U - jnp.where(explained, A, 0.0)) * dA, axis=-2)
+    if dkff is not None:
+        dvariance = dvariance + jnp.where(q.explained, dkff, 0.0)
+
+    droot = (None,) * len(jax.tree.leaves(root))
+    if dKuu is not None:
+        F = root.whiten_half(dKuu)
+        G, E = mirrored(F), A - c.U
+        # R² = I − 2P⁻¹ + P⁻² = I − P⁻¹ − Q
+        R_squared = jnp.eye(A.shape[-2], dtype=A.dtype) - c.P_inverse - c.Q
+        Gm = matvec(G, q.m)
+        drift = jnp.sum(R_squared * F, axis=(-2, -1)) + jnp.sum((c.p - 0.5 * q.m) * Gm, axis=-1)
+        # One product for both terms of the variance; where rounding made k_ii − |A_i|² negative, A_iᵀG A_i drops out.
+        if tie == "projection" and Lu is None:
+            turn = jnp.swapaxes(F, -1, -2)
+            dmean, dkl = dmean - matvec_transposed(E, Gm), dkl + drift
+            left, right = jnp.where(explained, E, c.U), jnp.where(explained, E, c.U - 2.0 * A)
+        else:
+            turn = -F
+            dmean, dkl = dmean - matvec_transposed(c.U, Gm), dkl - drift
+            left, right = jnp.where(explained, E, -c.U), jnp.where(explained, A + c.U, c.U)
+        dvariance = dvariance + jnp.sum(left * matmul(G, right), axis=-2)
+        # The rest is for the roots and the whitened sites, which training does not differentiate.
+        d = d + matvec(turn, value.lambda1)
+        both = mirrored(matmul(turn, value.Lambda2))
+        dLambda2 = both if dLambda2 is None else dLambda2 + both
+        dA = -matmul(F, A) if dA is None else dA - matmul(F, A)
+        droot = (matmul(root.L, F),)
+        if root.inverse is not None and root.inverse_transposed is not None:
+            droot += -matmul(F, root.inverse), -matmul(root.inverse_transposed, jnp.swapaxes(F, -1, -2))
+    derivatives = [dmean, dvariance, dkl, dA, by_posterior_root(q, dA, dLambda2), *droot, d, dLambda2]
+    # In the order of the leaves of `Tied`, which has no inverses in float32.
+    return value, tangents_like(value, derivatives)
+
+
+tied.defjvp(_tied_jvp, symbolic_zeros=True)

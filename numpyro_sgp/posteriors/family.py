@@ -1,0 +1,169 @@
+"""What a posterior family is: a parametrisation of q(u) that declares its parameters and returns moments.
+
+A guide runs the model and calls the family of each GP site; a new posterior is one family. Here too is what families
+share: inducing variables among the parameters, and options given by site.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+import numpy as np
+
+from numpyro_sgp._internal.eager import as_one_program
+from numpyro_sgp._internal.pytrees import own_copy
+from numpyro_sgp.distributions.gaussian_process import GaussianProcess
+from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
+from numpyro_sgp.inducing import AbstractInducing, GrowingInducing, as_inducing, check_width
+from numpyro_sgp.posteriors.moments import Moments
+from numpyro_sgp.posteriors.process import ProcessPosterior, TableProcess
+from numpyro_sgp.posteriors.variables import Fitted
+
+__all__ = [
+    "AbstractPosteriorFamily",
+    "Inducing",
+    "at_prior",
+    "check_names",
+    "for_site",
+    "inducing_param",
+    "is_initial",
+    "refuse_growing",
+    "started_at",
+]
+
+
+Inducing = ArrayLike | AbstractInducing | Callable[[Callable, Array, Array], ArrayLike | AbstractInducing]
+
+
+class AbstractPosteriorFamily(ABC):
+    """A parametrisation of q(u): declares its parameters and returns the moments at the inputs of a prior.
+
+    Attributes:
+        over_weights: whether u are the weights of a kernel of finite rank, and not those of inducing variables.
+        has_cavities: whether mean and covariance are those of one Gaussian, so that data can be taken out of it.
+    """
+
+    over_weights = False
+    has_cavities = True
+
+    @property
+    def kept_by(self) -> str | None:
+        """The loss that keeps the mutable state, under any other of which it would stay as it starts; None without."""
+        return None
+
+    @abstractmethod
+    def moments(
+        self, param: Callable[[str, Any], Any], prior: GaussianProcess, batch_shape: tuple[int, ...]
+    ) -> Moments:
+        """Moments of q(f(X)).
+
+        Args:
+            param: `param(symbol, init)` declares a parameter of this site and returns its value, and
+                `param.state(symbol, init)` mutable state, a dict of arrays that a loss keeps; `param.initial`, if it
+                has that, are the symbols whose parameters had no value yet.
+            prior: the prior at the inputs where the posterior is wanted.
+            batch_shape: one latent for each entry.
+        """
+
+    @abstractmethod
+    def process(self, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | TableProcess | None:
+        """q(f) as a process, factorised; None where it is no Gaussian in variables of its own.
+
+        Args:
+            fitted: `fitted(symbol)` is the value of a parameter of this site, or of its mutable state.
+            q: the posterior at some inputs.
+        """
+
+
+def inducing_param(
+    param: Callable[[str, Any], Any],
+    inducing: Inducing,
+    prior: GaussianProcess,
+    learn_inducing: bool,
+    symbol: str = "inducing",
+    argument: str = "inducing",
+) -> AbstractInducing:
+    """The inducing object of a site, kept among the parameters so that they alone suffice for prediction.
+
+    Args:
+        param: declares a parameter of the site.
+        inducing: inducing inputs (M, D), an inducing object, or `(kernel, X, rng_key)` to one, run at initialisation.
+        prior: the site's prior.
+        learn_inducing: whether the loss has a gradient with respect to it.
+        symbol: of the parameter.
+        argument: what the user calls it.
+
+    Raises:
+        ValueError: the inducing object has another number of columns than X.
+    """
+
+    def init(rng_key: Array) -> AbstractInducing:
+        made = inducing(prior.kernel, prior.X, rng_key) if callable(inducing) else inducing
+        # The caller's array stays the caller's, also where the state is donated.
+        return own_copy(as_inducing(made, argument))
+
+    value = param(symbol, init)
+    check_width(value, prior.X, argument)
+    return value if learn_inducing else jax.lax.stop_gradient(value)
+
+
+def is_initial(param: Any, *symbols: str) -> bool:
+    """Whether parameters had no value yet, as when `SVI.init` runs a guide, and so are their initial values."""
+    return set(symbols) <= getattr(param, "initial", set())
+
+
+def at_prior(kernel: Callable, X: Array) -> Moments:
+    """Moments of q = p: what a posterior that starts at the prior is at first, without one matrix.
+
+    Args:
+        kernel: the prior's kernel.
+        X: inputs, (N, D).
+    """
+    variance, dtype = _variance(kernel, X), X.dtype
+    zeros = np.zeros(variance.shape, dtype)
+    return Moments(
+        jnp.asarray(zeros), variance, jnp.asarray(np.zeros((), dtype)), jnp.asarray(zeros[..., None, :]), None
+    )
+
+
+@as_one_program
+def _variance(kernel: Callable, X: Array) -> Array:
+    return kernel(X)
+
+
+def refuse_growing(inducing: AbstractInducing, form: str) -> None:
+    """Raise where a posterior would not stay as it is when an inducing input is added."""
+    if isinstance(inducing, GrowingInducing):
+        msg = (
+            f"Growing inducing inputs were given with {form}, whose posterior changes when one is added. Those that "
+            'can grow are the whitened ones of `AutoSVGP`, both bases of `AutoDecoupledGP` with "hybrid", or "full" '
+            "and `natural=True`, and its mean basis alone with the others."
+        )
+        raise ValueError(msg)  # noqa: TRY004 - the right type for another guide
+
+
+def for_site(value: Any, site: str, argument: str) -> Any:
+    """The entry of a dict by site, or the one value for all sites."""
+    if not isinstance(value, Mapping):
+        return value
+    if site not in value:
+        msg = f"`{argument}` has entries for {sorted(value)}, none for the GP site {site!r}. Add one."
+        raise ValueError(msg)
+    return value[site]
+
+
+def started_at(init_from: Any, site: str) -> Any:
+    """The start given for a site; with a dict by site, the sites without an entry start at the prior."""
+    return init_from.get(site) if isinstance(init_from, Mapping) else init_from
+
+
+def check_names(value: Any, sites: set[str], argument: str) -> None:
+    """Raise if a dict by site names something that is not a GP site."""
+    if isinstance(value, Mapping) and set(value) - sites:
+        unknown = sorted(set(value) - sites)
+        msg = f"`{argument}` names {unknown}, but the GP sites of the model are {sorted(sites)}. Rename the entries."
+        raise ValueError(msg)

@@ -1,0 +1,187 @@
+"""What every parametrisation returns, and the quantities all of them start from."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+from jax.custom_derivatives import SymbolicZero
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from numpyro_sgp._internal.eager import as_one_program
+from numpyro_sgp.inducing import AbstractInducing
+from numpyro_sgp.math.linalg import matmul, root_of, with_jitter
+from numpyro_sgp.posteriors.natural_parameters import AbstractSites, Perturbed, perturb_kl, perturb_marginals
+
+__all__ = [
+    "Moments",
+    "Projection",
+    "given_tangents",
+    "moments",
+    "perturbed_moments",
+    "project",
+    "standard_deviation",
+    "tangents_like",
+    "whiten",
+]
+
+
+class Moments(NamedTuple):
+    """Marginals of q(f), its divergence from the prior, and the roots from which its covariance follows.
+
+    Cov(f) = Kff − AᵀA + TᵀT, with A the `prior_root` and T the `posterior_root`.
+
+    Attributes:
+        mean: posterior mean of the centred process (without the prior mean), (..., N).
+        variance: posterior variances, (..., N).
+        kl: KL(q(u) ‖ p(u)), for each latent, (...).
+        prior_root: (..., M, N).
+        posterior_root: (..., M, N), or None where the posterior has no term of its own.
+        kernel: the kernel of Kff, where it is not the prior's; else None.
+        sampled: what a loss needs to know where mean and variance are estimates from sampled weights; else None.
+    """
+
+    mean: Array
+    variance: Array
+    kl: Array
+    prior_root: Array
+    posterior_root: Array | None
+    kernel: Any = None
+    sampled: Any = None
+
+
+class Projection(NamedTuple):
+    """The prior's covariance blocks between inducing variables and data.
+
+    Attributes:
+        L: Cholesky factor of Kuu, (..., M, M).
+        Kuf: (..., M, N).
+        A: L⁻¹ Kuf, (..., M, N).
+        kff: prior variances, (..., N).
+    """
+
+    L: Array
+    Kuf: Array
+    A: Array
+    kff: Array
+
+
+def project(inducing: AbstractInducing, kernel: Callable, X: Array, jitter: ArrayLike) -> Projection:
+    """Evaluate and factorise the covariance blocks once.
+
+    Args:
+        inducing: inducing variables.
+        kernel: a kernel.
+        X: inputs, (N, D).
+        jitter: added to the diagonal of Kuu, relative to its mean.
+    """
+    Kuf = inducing.Kuf(kernel, X)
+    L, A = whiten(with_jitter(inducing.Kuu(kernel), jitter), Kuf)
+    return Projection(L, Kuf, A, kernel(X))
+
+
+def standard_deviation(variance: Array) -> Array:
+    """√v, with the derivative 0 where v = 0.
+
+    A variance that is zero is at its least, so it does not change to first order: as where all features of a row
+    vanish, those of a network of rectified linear units, say. The derivative of the root alone is infinite there.
+
+    Args:
+        variance: v ≥ 0, any shape; NaN where it is negative.
+    """
+    vanishes = variance == 0.0
+    return jnp.where(vanishes, 0.0, jnp.sqrt(jnp.where(vanishes, 1.0, variance)))
+
+
+def given_tangents(tangents: tuple) -> tuple:
+    """The tangents that a rule was given, None in the place of those that are known to be zero."""
+    return tuple(None if isinstance(tangent, SymbolicZero) else tangent for tangent in tangents)
+
+
+def tangents_like(values: Any, derivatives: Sequence[ArrayLike | None]) -> Any:
+    """The derivatives of the leaves of a pytree, in their order, in its structure and their shapes; None is zero."""
+    leaves, structure = jax.tree.flatten(values)
+
+    def tangent_like(value: Array, derivative: ArrayLike | None) -> Array:
+        derivative = jnp.asarray(0.0 if derivative is None else derivative, value.dtype)
+        return jnp.broadcast_to(derivative, value.shape)
+
+    return structure.unflatten(tangent_like(*pair) for pair in zip(leaves, derivatives, strict=True))
+
+
+@as_one_program
+def _whiten(Kuu: Array, Kuf: Array) -> tuple[Array, Array]:
+    root = root_of(Kuu)
+    return root.L, root.whiten(Kuf)
+
+
+@jax.custom_jvp
+def whiten(Kuu: Array, Kuf: Array) -> tuple[Array, Array]:
+    """L with Kuu = L Lᵀ, and A = L⁻¹Kuf, with their derivative written out: no factorisation is differentiated.
+
+    With F = Φ(L⁻¹ dKuu L⁻ᵀ), the lower triangle with its diagonal halved: dL = L F and dA = L⁻¹dKuf − F A. So one
+    sandwich between L⁻ᵀ and L⁻¹ makes the gradient with respect to Kuu, which is right for symmetric changes of Kuu and
+    not itself symmetric.
+
+    Args:
+        Kuu: prior covariance of the inducing variables, with jitter, (..., M, M); only the lower triangle is read.
+        Kuf: (..., M, N).
+    """
+    return _whiten(Kuu, Kuf)
+
+
+def _whiten_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Any, Any]
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    root = root_of(primals[0])
+    L, A = root.L, root.whiten(primals[1])
+    dKuu, dKuf = given_tangents(tangents)
+    dL, dA = None, None if dKuf is None else root.whiten_tangent(dKuf)
+    if dKuu is not None:
+        F = root.whiten_half(dKuu)
+        dL, FA = matmul(L, F), matmul(F, A)
+        dA = -FA if dA is None else dA - FA
+    return (L, A), tangents_like((L, A), (dL, dA))
+
+
+whiten.defjvp(_whiten_jvp, symbolic_zeros=True)
+
+
+# Rounding makes k_ii − |A_i|² negative by 3e-5 k_ii in float32 (measured, M = 512). Where it is a thousandth and more,
+# the covariance blocks contradict each other: distances lost in float32, or a kernel that is not positive definite.
+_CONTRADICTION = 1e-3
+
+
+@as_one_program
+def moments(mean: Array, kff: Array, A: Array, T: Array | None, kl: Array) -> Moments:
+    """v_i = (k_ii − |A_i|²) + |T_i|², the bracket kept non-negative against rounding, NaN where it is no rounding."""
+    residual = kff - jnp.sum(A * A, axis=-2)
+    residual = jnp.where(residual < -_CONTRADICTION * kff, jnp.nan, residual)
+    if T is None:
+        # The bracket is all of the variance, and positive: its rounding error is of the order of the machine epsilon.
+        variance = jnp.maximum(residual, jnp.finfo(residual.dtype).eps * kff)
+    else:
+        variance = jnp.maximum(residual, 0.0) + jnp.sum(T * T, axis=-2)
+    return Moments(mean, variance, kl, A, T)
+
+
+def perturbed_moments(
+    perturbed: Perturbed,
+    a: Array | None,
+    q: Moments,
+    sites: AbstractSites | None = None,
+    own_mean: Array | None = None,
+) -> Moments:
+    """The moments as functions of a perturbation of the expectation parameters; values unchanged at zero.
+
+    Args:
+        perturbed: sites and perturbation.
+        a: vectors of the sites' basis, (..., M, N), or None where each datum has its own site.
+        q: moments at zero perturbation.
+        sites: the sites expressed in that basis, where it is not the one they are held in.
+        own_mean: the part of the mean that these sites make, (..., N), where the mean has other parts.
+    """
+    mean, variance, extra = perturb_marginals(perturbed, a, q.mean, q.variance, own_mean)
+    kl = perturb_kl(perturbed.perturbation, perturbed.sites if sites is None else sites, q.kl)
+    return q._replace(mean=mean, variance=variance, kl=kl + extra)

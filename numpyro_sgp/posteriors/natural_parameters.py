@@ -1,0 +1,287 @@
+"""Natural parameters of sparse posteriors, and the perturbation through which their natural gradient is asked for.
+
+A posterior q(u) ∝ p(u) exp(λ₁ᵀφ − ½ φᵀΛ₂φ), with φ linear in u, has natural parameters (λ₁, −½Λ₂) above those of the
+prior, and expectation parameters (E[φ], E[φφᵀ]). Let the marginals and the KL divergence move with a perturbation
+(ε₁, ε₂) of the expectation parameters, to first order around ε = 0:
+
+    δm_i = a_iᵀε₁,   δv_i = a_iᵀε₂a_i − 2 m_i a_iᵀε₁,   δKL = λ₁ᵀε₁ − ½ tr(Λ₂ε₂),        f_i = a_iᵀφ + …
+
+Then ∂loss/∂ε at 0 is the natural gradient of the loss with respect to (λ₁, −½Λ₂) (Khan and Rue 2023, "The Bayesian
+learning rule", section 2.2; Adam et al. 2021, section 3). It is an ordinary gradient of an ordinary value, obtained in
+the backward pass that also differentiates the hyperparameters, and it passes through no factorisation.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+import numpy as np
+
+from numpyro_sgp._internal.pytrees import own_copy
+from numpyro_sgp.inducing import AbstractInducing
+from numpyro_sgp.math.linalg import matmul, matvec_transposed
+
+__all__ = [
+    "AbstractSites",
+    "DatumSites",
+    "Perturbation",
+    "Perturbed",
+    "TiedSites",
+    "perturb_kl",
+    "perturb_marginals",
+    "sites_of",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractSites:
+    """Natural parameters (λ₁, Λ₂) relative to the prior; the type tells an optimizer to take natural steps."""
+
+    lambda1: Array
+    Lambda2: Array
+
+    needs_floor = False  # whether Λ₂ has to stay positive semi-definite
+
+    def perturbation(self, *, for_step: bool) -> "Perturbation":
+        """A zero perturbation of these sites; `for_step` adds what `natural_step` needs beside the direction."""
+        return Perturbation(
+            jnp.zeros_like(self.lambda1), jnp.zeros_like(self.Lambda2), scale=self._scale() if for_step else None
+        )
+
+    def _scale(self) -> Array:
+        return jnp.zeros(self.lambda1.shape[:-1], self.lambda1.dtype)
+
+    def natural_step(
+        self, direction: "Perturbation", step_size: ArrayLike, damping: ArrayLike = 1.0
+    ) -> "AbstractSites":
+        """λ₁ ← λ₁ − ρ ∂loss/∂ε₁ and −½Λ₂ ← −½Λ₂ − ρ ∂loss/∂ε₂.
+
+        Args:
+            direction: ∂loss/∂ε at 0, with the fields of a perturbation, for a loss that has the divergence once.
+            step_size: ρ in (0, 1]; 1 replaces the sites by their targets.
+            damping: the part of ρ that steps refused before have left of it, for sites whose posterior takes other
+                steps than they do.
+        """
+        del damping
+        start = self if direction.moved is None else direction.moved
+        step_size = jnp.asarray(step_size, self.lambda1.dtype)  # sites of one model may have several dtypes
+        return dataclasses.replace(
+            start,
+            lambda1=start.lambda1 - step_size * direction.epsilon1,
+            Lambda2=start.Lambda2 + 2.0 * step_size * direction.epsilon2,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TiedSites(AbstractSites):
+    """Sums over the data: λ₁ = Σ_i a_i g_i and Λ₂ = Σ_i β_i a_i a_iᵀ, in the basis that the posterior chose for a_i.
+
+    Args:
+        lambda1: (..., M), or (..., 0) where the mean is a parameter of its own.
+        Lambda2: symmetric positive semi-definite, (..., M, M).
+        anchor: the inducing variables that the sums refer to, where these are trained and so move away from them; None
+            where they stay.
+    """
+
+    lambda1: Array
+    Lambda2: Array
+    anchor: AbstractInducing | None = None
+
+    @classmethod
+    def zeros(
+        cls,
+        batch_shape: tuple[int, ...],
+        M: int,
+        dtype: jax.typing.DTypeLike,
+        anchor: AbstractInducing | None = None,
+    ) -> "TiedSites":
+        """Sites that change nothing: q is the prior."""
+        # NumPy's zeros, since for each shape of its own `jnp.zeros` would compile a program.
+        lambda1, Lambda2 = np.zeros((*batch_shape, M), dtype), np.zeros((*batch_shape, M, M), dtype)
+        return cls(jnp.asarray(lambda1), jnp.asarray(Lambda2), anchor)
+
+    def perturbation(self, *, for_step: bool) -> "Perturbation":
+        """A zero perturbation; with an anchor, a natural step starts from the sites as moved to where u is now."""
+        perturbation = super().perturbation(for_step=for_step)
+        if self.anchor is None or not for_step:
+            return perturbation
+        return dataclasses.replace(perturbation, moved=jax.tree.map(jnp.zeros_like, self))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DatumSites(AbstractSites):
+    """One Gaussian factor for each row of the training inputs, t_i(f_i) ∝ exp(λ₁ᵢ f_i − ½ λ₂ᵢ f_i²).
+
+    Args:
+        lambda1: (..., N).
+        Lambda2: precisions, the diagonal of Λ₂, (..., N).
+        X: the training inputs the factors belong to, (N, D); data, not trained.
+    """
+
+    lambda1: Array
+    Lambda2: Array
+    X: Array
+
+    @classmethod
+    def zeros(cls, batch_shape: tuple[int, ...], X: Array) -> "DatumSites":
+        """Sites that change nothing: q is the prior."""
+        # In buffers of their own, so that a state with them can be donated.
+        first, second = (jnp.zeros((*batch_shape, X.shape[-2]), X.dtype) for _ in range(2))
+        return cls(first, second, own_copy(X))
+
+    @property
+    def fixed_X(self) -> Array:
+        """The training inputs, as data: without a gradient, whatever optimizer holds the sites."""
+        return jax.lax.stop_gradient(self.X)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Perturbation:
+    """A zero perturbation of expectation parameters; its gradient is a natural gradient.
+
+    Args:
+        epsilon1: dual to λ₁, same shape.
+        epsilon2: dual to −½Λ₂, same shape as Λ₂.
+        variance: a zero added to each marginal variance, (..., N), or None; its gradient tells the precision of each
+            datum's own target, which a floor needs.
+        moved: sites whose every number multiplies the corresponding number of the sites re-expressed at the current
+            inducing variables, in an extra term of the loss that is zero at 0; so the gradient with respect to `moved`
+            is those sites. None where the sites have no anchor.
+        weight: multiplies δv in an extra term of the loss that is zero at ε = 0, (..., N), or None; the derivative of
+            ∂loss/∂ε with respect to it carries a change of the data's variances' gradients into a change of direction.
+        scale: a zero added to the divergence of each latent, (...), or None; its gradient is the factor of the
+            divergence in the loss, which `handlers.scale` makes another than 1.
+    """
+
+    epsilon1: Array
+    epsilon2: Array
+    moved: TiedSites | None = None
+    variance: Array | None = None
+    weight: Array | None = None
+    scale: Array | None = None
+
+    def factor(self, axes: int) -> Array:
+        """The factor of the divergence with so many axes appended; 1 where the divergence is not in the loss."""
+        assert self.scale is not None
+        return jnp.where(self.scale > 0.0, self.scale, 1.0).reshape(self.scale.shape + (1,) * axes)
+
+    def of_unit_scale(self, sites: AbstractSites) -> "Perturbation":
+        """The natural gradient of a loss, divided by the factor that the divergence of each latent has in it.
+
+        With ρ = 1 a step then ends where the sites are their targets, whatever the units of the loss.
+
+        Args:
+            sites: where the gradient was taken; they stay where a latent is not in the loss.
+        """
+        assert self.scale is not None
+        batch = self.scale.ndim
+
+        def divided(x: Array) -> Array:
+            return x / self.factor(x.ndim - batch)
+
+        moved = self.moved
+        if moved is not None:
+            assert isinstance(sites, TiedSites)
+            inside = self.scale > 0.0
+            # All latents share the anchor, which is in the loss once for each of them.
+            total = jnp.sum(self.scale)
+            moved = TiedSites(
+                jnp.where(inside[..., None], divided(moved.lambda1), sites.lambda1),
+                jnp.where(inside[..., None, None], divided(moved.Lambda2), sites.Lambda2),
+                jax.tree.map(lambda new, old: jnp.where(total > 0.0, new / total, old), moved.anchor, sites.anchor),
+            )
+        return dataclasses.replace(self, epsilon1=divided(self.epsilon1), epsilon2=divided(self.epsilon2), moved=moved)
+
+
+@dataclasses.dataclass(frozen=True)
+class Perturbed:
+    """What an optimizer puts in the place of sites when it asks for the natural direction.
+
+    Args:
+        sites: the natural parameters at which the loss is evaluated.
+        perturbation: zeros, to be differentiated.
+        marginals_seen: receives the (static) shape of the marginals when the loss is traced.
+    """
+
+    sites: AbstractSites
+    perturbation: Perturbation
+    marginals_seen: list[tuple[int, ...]]
+
+
+def sites_of(value: Any) -> Any:
+    """The sites themselves, whether an optimizer perturbs them or not."""
+    return value.sites if isinstance(value, Perturbed) else value
+
+
+@jax.custom_jvp
+def _quadratic_at_zero(epsilon2: Array, a: Array) -> Array:
+    """a_iᵀ ε₂ a_i at ε₂ = 0, which is 0: the product of zeros is not computed, its derivative below is the true one."""
+    batch = jnp.broadcast_shapes(epsilon2.shape[:-2], a.shape[:-2])
+    return jnp.zeros((*batch, a.shape[-1]), a.dtype)
+
+
+@_quadratic_at_zero.defjvp
+def _quadratic_at_zero_jvp(primals, tangents):
+    epsilon2, a = primals
+    # The tangent of a meets ε₂ = 0 and vanishes.
+    return _quadratic_at_zero(epsilon2, a), jnp.sum(a * matmul(tangents[0], a), axis=-2)
+
+
+def perturb_marginals(
+    perturbed: Perturbed, a: Array | None, mean: Array, variance: Array, own_mean: Array | None = None
+) -> tuple[Array, Array, Array]:
+    """The marginals and an extra zero, as functions of the perturbation: (m + δm, v + δv, Σ_i w_i δv_i).
+
+    Args:
+        perturbed: sites and perturbation.
+        a: the vectors of the sites' basis, one for each datum, (..., M, N), or None where each datum has its own site.
+        mean: posterior means of the centred process, (..., N).
+        variance: posterior variances, (..., N).
+        own_mean: aᵀE[φ], the part of the mean that these sites make, (..., N), where the mean has other parts.
+    """
+    perturbed.marginals_seen.append(variance.shape)
+    perturbation, m = perturbed.perturbation, jax.lax.stop_gradient(mean if own_mean is None else own_mean)
+    if a is None:
+        delta_mean, quadratic = perturbation.epsilon1, perturbation.epsilon2
+    else:
+        a = jax.lax.stop_gradient(a)
+        # Sites of the covariance alone have no λ₁, and leave the mean to whoever holds it.
+        held = perturbation.epsilon1.shape[-1] > 0
+        delta_mean = matvec_transposed(a, perturbation.epsilon1) if held else jnp.zeros_like(m)
+        quadratic = _quadratic_at_zero(perturbation.epsilon2, a)
+    delta_variance = quadratic - 2.0 * m * delta_mean
+    extra = jnp.zeros(variance.shape[:-1], variance.dtype)
+    if perturbation.weight is not None:
+        extra = jnp.sum(perturbation.weight * delta_variance, axis=-1)
+    if perturbation.variance is not None:
+        delta_variance = delta_variance + perturbation.variance
+    return mean + delta_mean, variance + delta_variance, extra
+
+
+def perturb_kl(perturbation: Perturbation, sites: AbstractSites, kl: Array) -> Array:
+    """KL + λ₁ᵀε₁ − ½ tr(Λ₂ε₂), the first-order change of the divergence from the prior, for each latent, (...).
+
+    Args:
+        perturbation: zeros.
+        sites: the natural parameters, expressed at the current inducing variables.
+        kl: the divergence at zero perturbation, (...).
+    """
+    sites = jax.lax.stop_gradient(sites)
+    axes = tuple(range(kl.ndim - sites.Lambda2.ndim, 0))
+    linear = jnp.sum(sites.lambda1 * perturbation.epsilon1, axis=-1)
+    kl = kl + linear - 0.5 * jnp.sum(sites.Lambda2 * perturbation.epsilon2, axis=axes)
+    if perturbation.scale is not None:
+        kl = kl + perturbation.scale
+    moved = perturbation.moved
+    if moved is None:
+        return kl
+    assert isinstance(sites, TiedSites)
+    anchor = jax.tree.map(lambda zero, value: jnp.sum(zero * value), moved.anchor, sites.anchor)
+    own = jnp.sum(moved.lambda1 * sites.lambda1, axis=-1) + jnp.sum(moved.Lambda2 * sites.Lambda2, axis=(-2, -1))
+    return kl + own + sum(jax.tree.leaves(anchor))

@@ -1,0 +1,1 @@
+"""Quadruply stochastic GP (QSGP): the weights of up to ten million basis functions, sampled in each step."""

@@ -1,0 +1,168 @@
+"""A posterior over the weights of a table with all of them, block by block: what predictions need.
+
+No array is larger than the table, or than the features of a block at the inputs.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+from jax import Array, lax
+import jax.numpy as jnp
+
+from numpyro_sgp._internal.eager import as_one_program
+from numpyro_sgp.kernels import Kernel
+from numpyro_sgp.math.linalg import cholesky, matmul, matvec, solve_lower, solve_lower_transposed
+from numpyro_sgp.posteriors.quadruply_stochastic.formulas import Inclusion, chevron_divergence, mean_divergence
+from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import Table, features_at
+
+__all__ = ["Chevron", "dense_divergence", "interpolated", "streamed", "streamed_draw", "sums_of_squares"]
+
+
+@partial(as_one_program, static_argnums=3)
+def streamed(kernel: Any, X: Array, table: Table, whiten: bool) -> tuple[Array, Array, Array]:
+    """Φμ and ΦU beside each other, (N, 1 + k), Σ d²φ², (N,), and the divergence where S is diagonal."""
+    every = Inclusion(1.0, 1.0, 0.0)
+    columns = 1 + (table.dense_columns or 0)
+
+    def add(sums: tuple[Array, Array, Array], block: tuple[Array, Array]) -> tuple[tuple[Array, Array, Array], None]:
+        index, there = block
+        # A row of zeros is the prior, without divergence.
+        weights = table.weights(jnp.where(there[:, None], table.at(index), 0.0), index)
+        Phi = jnp.where(there, features_at(kernel, X, index, whiten), 0.0)
+        f, variance, kl = sums
+        f = f + matmul(Phi, weights.linear)
+        precision = None if weights.log_precision is None else jnp.exp(weights.log_precision)
+        kl = kl + mean_divergence(weights.mean, precision, every)
+        if weights.d is not None:
+            assert weights.log_diagonal is not None
+            variance = variance + matvec(Phi * Phi, weights.d**2)
+            kl = kl + chevron_divergence(weights.U, weights.d, weights.log_diagonal, precision, every)
+        return (f, variance, kl), None
+
+    N, dtype = X.shape[-2], X.dtype
+    zeros = jnp.zeros((N, columns), dtype), jnp.zeros(N, dtype), jnp.zeros((), dtype)
+    # Features are computed again for a gradient, so that those of all blocks are never held.
+    return lax.scan(jax.checkpoint(add), zeros, table.blocks())[0]
+
+
+@partial(as_one_program, static_argnums=4)
+def streamed_draw(kernel: Any, X: Array, table: Table, rng_key: Array, whiten: bool) -> Array:
+    """φ(x)ᵀw, (N,), with w = μ + Cz and z ~ N(0, I), whose numbers are drawn again at each call, block by block."""
+    key_columns, key_blocks = jax.random.split(rng_key)
+    dtype = table.values.dtype
+    columns = jax.random.normal(key_columns, (table.dense_columns or 0,), dtype)
+
+    def add(sum_: Array, block: tuple[Array, tuple[Array, Array]]) -> tuple[Array, None]:
+        number, (index, there) = block
+        weights = table.weights(table.at(index), index)
+        assert weights.d is not None
+        own = jax.random.normal(jax.random.fold_in(key_blocks, number), index.shape, dtype)
+        w = weights.mean + matvec(weights.U, columns) + weights.d * own
+        return sum_ + matvec(features_at(kernel, X, index, whiten), jnp.where(there, w, 0.0)), None
+
+    blocks = table.blocks()
+    return lax.scan(add, jnp.zeros(X.shape[-2], X.dtype), (jnp.arange(len(blocks[0])), blocks))[0]
+
+
+# Rows in a block of features: with M of them a block is as large as that of a few steps of training.
+_ROWS = 1024
+
+
+@partial(as_one_program, static_argnums=3)
+def sums_of_squares(kernel: Any, X: Array, table: Table, whiten: bool) -> Array:
+    """φ_kᵀφ_k over all rows of X for each basis function, (m,)."""
+    N, D = X.shape
+    number = -(-N // _ROWS)
+    blocks = jnp.pad(X, ((0, number * _ROWS - N), (0, 0))).reshape(number, _ROWS, D)
+    there = (jnp.arange(number * _ROWS) < N).reshape(number, _ROWS)
+
+    def of_block(index: Array) -> Array:
+        def add(sums: Array, rows: tuple[Array, Array]) -> tuple[Array, None]:
+            Phi = features_at(kernel, rows[0], index, whiten)
+            return sums + matvec(jnp.swapaxes(Phi * Phi, -1, -2), rows[1].astype(Phi.dtype)), None
+
+        return lax.scan(add, jnp.zeros(index.shape, X.dtype), (blocks, there))[0]
+
+    return lax.map(of_block, table.blocks()[0]).reshape(-1)[: table.size]
+
+
+@partial(as_one_program, static_argnums=5)
+def interpolated(kernel: Any, X: Array, table: Table, values: Array, jitter: Array, whiten: bool) -> Array:
+    """S⁻¹Φᵀ(ΦS⁻¹Φᵀ + εI)⁻¹ values, (m,), in two passes: the smallest weights that give these values at X."""
+    blocks = table.blocks()
+
+    def of_block(index: Array, there: Array) -> tuple[Array, Array]:
+        log_precision = table.weights(table.at(index), index).log_precision
+        variance = 1.0 if log_precision is None else jnp.exp(-log_precision)
+        Phi = jnp.where(there, features_at(kernel, X, index, whiten), 0.0)
+        return Phi, Phi * variance
+
+    def add(gram: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
+        Phi, scaled = of_block(*block)
+        return gram + matmul(Phi, jnp.swapaxes(scaled, -1, -2)), None
+
+    N, dtype = X.shape[-2], X.dtype
+    L = cholesky(lax.scan(add, jnp.zeros((N, N), dtype), blocks)[0], jitter)
+    dual = solve_lower_transposed(L, solve_lower(L, values[:, None]))[:, 0]
+    weights = lax.map(lambda block: matvec(jnp.swapaxes(of_block(*block)[1], -1, -2), dual), blocks)
+    return weights.reshape(-1)[: table.size]
+
+
+@as_one_program
+def dense_divergence(kernel: Any, table: Table) -> Array:
+    """½ μᵀSμ of correlated weights, by pairs of blocks."""
+    index, there = table.blocks()
+    mean = jnp.where(there, table.at(index.reshape(-1))[:, 0].reshape(index.shape), 0.0)
+    M = index.shape[-1]
+
+    def row(index_i: Array, mean_i: Array) -> Array:
+        def pair(other: tuple[Array, Array]) -> Array:
+            index_j, mean_j = other
+            S = kernel.prior_precision(jnp.concatenate([index_i, index_j]))[:M, M:]
+            return jnp.sum(mean_i * matvec(S, mean_j))
+
+        return jnp.sum(lax.map(jax.checkpoint(pair), (index, mean)))
+
+    return 0.5 * jnp.sum(lax.map(lambda block: row(*block), (index, mean)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chevron(Kernel):
+    """The posterior covariance φ(x)ᵀΣφ(z) as a kernel."""
+
+    kernel: Any
+    table: Table
+    whiten: bool = dataclasses.field(metadata={"static": True})
+
+    def _diagonal(self, X: Array) -> Array:
+        f, variance, _ = streamed(self.kernel, X, self.table, self.whiten)
+        return jnp.sum(f[:, 1:] ** 2, axis=-1) + variance
+
+    def _matrix(self, X: Array, Z: Array) -> Array:
+        return _chevron_matrix(self.kernel, X, Z, self.table, self.whiten)
+
+
+@partial(as_one_program, static_argnums=4)
+def _chevron_matrix(kernel: Any, X: Array, Z: Array, table: Table, whiten: bool) -> Array:
+    columns = table.dense_columns or 0
+
+    def add(sums: tuple[Array, Array, Array], block: tuple[Array, Array]) -> tuple[tuple[Array, Array, Array], None]:
+        index, there = block
+        weights = table.weights(table.at(index), index)
+        assert weights.d is not None
+        left, right = (jnp.where(there, features_at(kernel, at, index, whiten), 0.0) for at in (X, Z))
+        scaled = left * (weights.d**2)
+        K = sums[0] + matmul(scaled, jnp.swapaxes(right, -1, -2))
+        return (K, sums[1] + matmul(left, weights.U), sums[2] + matmul(right, weights.U)), None
+
+    dtype = X.dtype
+    zeros = (
+        jnp.zeros((len(X), len(Z)), dtype),
+        jnp.zeros((len(X), columns), dtype),
+        jnp.zeros((len(Z), columns), dtype),
+    )
+    K, left, right = lax.scan(add, zeros, table.blocks())[0]
+    return K + matmul(left, right.T)

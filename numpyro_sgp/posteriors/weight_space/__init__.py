@@ -1,0 +1,1 @@
+"""Posteriors over the weights of a kernel of finite rank."""

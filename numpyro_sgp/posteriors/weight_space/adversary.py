@@ -1,0 +1,47 @@
+"""The maximising player of a minimax objective as a parameter; its type tells an optimizer to ascend."""
+
+import dataclasses
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+
+from numpyro_sgp.math.linalg import mirrored
+
+__all__ = ["Adversary", "Playing", "adversary_of"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adversary:
+    """A symmetric matrix with a Frobenius norm of at most one.
+
+    Args:
+        matrix: B, (..., r, r).
+    """
+
+    matrix: Array
+
+    def projected(self) -> "Adversary":
+        """The nearest symmetric matrix in the ball."""
+        B = 0.5 * mirrored(self.matrix)
+        norm = jnp.sqrt(jnp.sum(B * B, axis=(-2, -1), keepdims=True))
+        return Adversary(B / jnp.maximum(1.0, norm))
+
+
+@dataclasses.dataclass(frozen=True)
+class Playing:
+    """What `DescentAscent` puts in the place of an adversary when it asks for the gradient with respect to it.
+
+    Args:
+        adversary: the matrix at which the loss is evaluated.
+    """
+
+    adversary: Adversary
+
+
+def adversary_of(value: Adversary | Playing) -> Array:
+    """The matrix: with a gradient for `DescentAscent`, a constant for any other optimizer, which would descend."""
+    if isinstance(value, Playing):
+        return value.adversary.matrix
+    return jax.lax.stop_gradient(value.matrix)

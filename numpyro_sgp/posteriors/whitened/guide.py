@@ -1,0 +1,172 @@
+"""Sparse variational GP: q(u) by mean and root, trained by any optimizer, or by natural parameters."""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from numpyro.infer.autoguide import AutoNormal
+
+from numpyro_sgp.distributions.gaussian_process import GaussianProcess
+from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
+from numpyro_sgp.distributions.sparse_regression import RegressionPosterior, started_mean_and_root, started_sites
+from numpyro_sgp.guides.guide import AbstractAutoSparseGP
+from numpyro_sgp.posteriors.dual.formulas import natural_whitened
+from numpyro_sgp.posteriors.family import (
+    AbstractPosteriorFamily,
+    Inducing,
+    at_prior,
+    check_names,
+    for_site,
+    inducing_param,
+    is_initial,
+    refuse_growing,
+    started_at,
+)
+from numpyro_sgp.posteriors.moments import Moments, perturbed_moments, project
+from numpyro_sgp.posteriors.natural_parameters import Perturbed, TiedSites, sites_of
+from numpyro_sgp.posteriors.process import ProcessPosterior, process_over_inducing
+from numpyro_sgp.posteriors.variables import Fitted
+from numpyro_sgp.posteriors.whitened.formulas import unwhitened, whitened
+
+__all__ = ["AutoSVGP", "NaturalWhitened", "Unwhitened", "Whitened"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Whitened(AbstractPosteriorFamily):
+    """q(v) = N(m, S_sqrt S_sqrtᵀ), u = L v with L Lᵀ = Kuu; starts at the prior.
+
+    Args:
+        inducing: inducing inputs (M, D), an inducing object, or `(kernel, X, rng_key)` to one.
+        learn_inducing: whether to train the inducing inputs.
+        init_from: the optimum of a regression with the same inducing variables, to start at in place of the prior.
+    """
+
+    inducing: Inducing
+    learn_inducing: bool = False
+    init_from: RegressionPosterior | None = None
+
+    def moments(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+        inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
+        M, dtype = inducing.num_inducing, prior.X.dtype
+        start = jnp.zeros(M, dtype), jnp.eye(M, dtype=dtype)
+        m, S_sqrt = started_mean_and_root(param, batch_shape, start, self.init_from, "whitened", inducing, prior.X)
+        if self.init_from is None and is_initial(param, "m", "S_sqrt"):
+            return at_prior(prior.kernel, prior.X)
+        blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
+        return whitened(m, jnp.tril(S_sqrt), blocks.A, blocks.kff)
+
+    def process(self, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | None:
+        return process_over_inducing(self.moments, fitted, q)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unwhitened(AbstractPosteriorFamily):
+    """q(u) = N(m, S_sqrt S_sqrtᵀ); starts at the prior.
+
+    Args:
+        inducing: inducing inputs (M, D), an inducing object, or `(kernel, X, rng_key)` to one.
+        learn_inducing: whether to train the inducing inputs.
+        init_from: the optimum of a regression with the same inducing variables, to start at in place of the prior.
+    """
+
+    inducing: Inducing
+    learn_inducing: bool = False
+    init_from: RegressionPosterior | None = None
+
+    def moments(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+        inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
+        refuse_growing(inducing, "the unwhitened form")
+        blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
+        start = jnp.zeros(inducing.num_inducing, prior.X.dtype), blocks.L
+        m, S_sqrt = started_mean_and_root(param, batch_shape, start, self.init_from, "unwhitened", inducing, prior.X)
+        return unwhitened(m, jnp.tril(S_sqrt), blocks.L, blocks.A, blocks.kff)
+
+    def process(self, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | None:
+        return process_over_inducing(self.moments, fitted, q)
+
+
+@dataclasses.dataclass(frozen=True)
+class NaturalWhitened(AbstractPosteriorFamily):
+    """q(v) by natural parameters above the prior's, for `NaturalGradient`; u = L v; starts at the prior.
+
+    Args:
+        inducing: inducing inputs (M, D), an inducing object, or `(kernel, X, rng_key)` to one.
+        learn_inducing: whether to train the inducing inputs.
+        init_from: the optimum of a regression with the same inducing variables, to start at in place of the prior.
+    """
+
+    inducing: Inducing
+    learn_inducing: bool = False
+    init_from: RegressionPosterior | None = None
+
+    def moments(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+        inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
+        zeros = TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype)
+        value = param("sites", started_sites(zeros, self.init_from, "natural", inducing, prior.X))
+        if self.init_from is None and is_initial(param, "sites"):
+            return at_prior(prior.kernel, prior.X)
+        sites = sites_of(value)
+        blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
+        q = natural_whitened(sites.lambda1, sites.Lambda2, blocks.A, blocks.kff)
+        return perturbed_moments(value, blocks.A, q) if isinstance(value, Perturbed) else q
+
+    def process(self, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | None:
+        return process_over_inducing(self.moments, fitted, q)
+
+
+class AutoSVGP(AbstractAutoSparseGP):
+    """Sparse variational GP posterior for every GP site of a model.
+
+    Args:
+        model: a NumPyro model with `GaussianProcess` sites.
+        inducing: inducing inputs (M, D), an inducing object, a dict of them by site, or a function
+            `(kernel, X, rng_key)` that makes them when the guide is initialised.
+        whiten: parametrise v with u = L v, L Lᵀ = Kuu (better conditioned), instead of u itself.
+        natural: hold q by natural parameters, for the optimizer `NaturalGradient`.
+        base: guide for the other latents: an autoguide class, or a guide.
+        learn_inducing: whether to train the inducing inputs.
+        init_from: where to start in place of the prior: what `SparseGPRegression.condition` gives with the same
+            inducing variables, or a dict of them by site.
+        prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
+
+    Raises:
+        ValueError: `natural` without `whiten`; inducing inputs of another width than X.
+
+    References:
+        Hensman, Fusi and Lawrence (2013), "Gaussian processes for big data"; Hensman, Matthews and Ghahramani (2015),
+        "Scalable variational Gaussian process classification".
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        inducing: Inducing | Mapping[str, Inducing],
+        *,
+        whiten: bool = True,
+        natural: bool = False,
+        base: Any = AutoNormal,
+        learn_inducing: bool = False,
+        init_from: RegressionPosterior | Mapping[str, RegressionPosterior] | None = None,
+        prefix: str = "auto",
+    ) -> None:
+        if natural and not whiten:
+            msg = (
+                "`natural=True` was given with `whiten=False`. A natural step moves q the same way in both, and the "
+                "whitened form is the better conditioned one while hyperparameters move: leave `whiten=True`, "
+                "or use `AutoTSVGP`, whose sites stay fixed instead."
+            )
+            raise ValueError(msg)
+        self.inducing = inducing
+        self.learn_inducing = learn_inducing
+        self.init_from = init_from
+        self._family = NaturalWhitened if natural else Whitened if whiten else Unwhitened
+        super().__init__(model, base=base, prefix=prefix)
+
+    def family(self, site: str) -> AbstractPosteriorFamily:
+        start = started_at(self.init_from, site)
+        return self._family(for_site(self.inducing, site, "inducing"), self.learn_inducing, start)
+
+    def check_sites(self, sites: set[str]) -> None:
+        check_names(self.inducing, sites, "inducing")
+        check_names(self.init_from, sites, "init_from")
