@@ -309,17 +309,17 @@ MISTAKES = {
     ),
     "N missing": (
         lambda: step(model, TSVGP(model, Z), X, y, None),
-        ValueError,
+        TypeError,
         ("plate", "size None", "needs N", "num_data=N"),
     ),
     "N missing, other latents": (
         lambda: step(with_noise, TSVGP(with_noise, Z), X, y, None),
-        ValueError,
+        TypeError,
         ("plate", "size None", "num_data=N"),
     ),
     "N missing, guide of the user": (
         lambda: step(model, TSVGP(model, Z, base=lambda *args: None), X, y, None),
-        ValueError,
+        TypeError,
         ("plate", "size None", "num_data=N"),
     ),
     "N smaller than the batch": (

@@ -27,7 +27,7 @@ from numpyro_sgp.guides.handlers import (
     HiddenSamples,
     ModelForBase,
     SwapGaussianProcesses,
-    explained,
+    clear_errors,
 )
 from numpyro_sgp.guides.parameters import SiteParameters, asked, parameter
 from numpyro_sgp.posteriors.decoupled.coefficients import Ascending
@@ -121,7 +121,7 @@ class AbstractAutoSparseGP(AutoGuide):
                 return not msg["infer"].get("is_auxiliary")
             return predicting and msg["type"] == "inspect"
 
-        with explained(), HiddenSamples(hide_fn=hides), handlers.trace() as base_trace:
+        with clear_errors(), HiddenSamples(hide_fn=hides), handlers.trace() as base_trace:
             self.base(*args, **kwargs)
         if names is None:
             return base_trace
@@ -133,7 +133,7 @@ class AbstractAutoSparseGP(AutoGuide):
 
         def find(rng_key: Array) -> LatentNames:
             del rng_key
-            with explained(), handlers.block(), handlers.trace() as trace:
+            with clear_errors(), handlers.block(), handlers.trace() as trace:
                 self._model_for_base(*args, **kwargs)
             sites = [site for site in trace.values() if site["type"] == "sample" and not site["is_observed"]]
             return LatentNames(tuple(site["name"] for site in sites))
@@ -158,7 +158,7 @@ class AbstractAutoSparseGP(AutoGuide):
             return SparsePosterior(prior, moments, batch_shape, joint=predicting)
 
         swap = SwapGaussianProcesses(base_trace, posterior, predicting, joint=joint)
-        with explained(), handlers.trace() as trace, handlers.block(hide_fn=swap.hides), swap:
+        with clear_errors(), handlers.trace() as trace, handlers.block(hide_fn=swap.hides), swap:
             self.model(*args, **kwargs)
         if not swap.gp_sites:
             msg = (
@@ -177,7 +177,7 @@ class AbstractAutoSparseGP(AutoGuide):
 
         def priors(value: float) -> dict[str, list]:
             given, swap = GivenGaussianProcesses(value), SwapGaussianProcesses(base_trace, _no_posterior, True)
-            with explained(), handlers.block(hide_fn=swap.hides), swap, given:
+            with clear_errors(), handlers.block(hide_fn=swap.hides), swap, given:
                 self.model(*args, **kwargs)
             return {name: jax.tree.leaves(prior) for name, prior in given.priors.items()}
 

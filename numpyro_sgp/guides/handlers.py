@@ -21,7 +21,7 @@ __all__ = [
     "KeysBySite",
     "ModelForBase",
     "SwapGaussianProcesses",
-    "explained",
+    "clear_errors",
 ]
 
 
@@ -320,32 +320,21 @@ def _check_plate(msg: dict) -> None:
         raise ValueError(message)
 
 
-def _size_is_missing(error: TypeError) -> bool:
-    frame = error.__traceback__
-    while frame is not None:
-        variables = frame.tb_frame.f_locals
-        if isinstance(variables.get("self"), numpyro.plate) and variables.get("size", 0) is None:
-            return True
-        frame = frame.tb_next
-    return False
-
-
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Says what a plate without a size needs, in the place of the error from inside NumPyro; and of leaked values."""
+def clear_errors() -> Iterator[None]:
+    """Adds what to do to two errors that come from inside NumPyro and JAX."""
     try:
         yield
     except jax.errors.UnexpectedTracerError as error:
         error.add_note(
-            "A kernel is a function: a network that changes when it is called cannot be a part of one, as one of Flax "
-            "NNX with batch normalisation or dropout. Leave these out, or use layer normalisation."
+            "A kernel is a function: a network that changes when it is called cannot be a part of one, such as one of "
+            "Flax NNX with batch normalisation or dropout. Leave these out, or use layer normalisation."
         )
         raise
     except TypeError as error:
-        if not _size_is_missing(error):
-            raise
-        msg = (
-            "A plate of the model was given the size None. It needs N, the number of rows of the whole data set: "
-            "pass it to the model (`num_data=N`), or use the number of rows of the batch when that is all there is."
-        )
-        raise ValueError(msg) from error
+        if "'NoneType' and 'int'" in str(error):
+            error.add_note(
+                "If a plate has the size None: it needs N, the number of rows of the whole data set. Pass it to the "
+                "model (`num_data=N`)."
+            )
+        raise
