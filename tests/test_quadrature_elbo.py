@@ -15,7 +15,7 @@ from scipy import stats
 from scipy.special import log_softmax
 
 import numpyro_sgp as sgp
-from numpyro_sgp._internal.row_dependence import MIXED, axes_of
+from numpyro_sgp._internal.axis_dependence import MIXED, axes_of
 from numpyro_sgp.math.quadrature import gauss_hermite, product_grid
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -1,4 +1,4 @@
-"""Functions that are one compiled program where nothing else compiles them: what makes the first step come soon."""
+"""Compile whole functions when nothing else compiles them, which shortens the time to the first step."""
 
 from collections.abc import Callable
 import functools
@@ -15,7 +15,7 @@ Fn = TypeVar("Fn", bound=Callable)
 
 
 def as_one_program(fn: Fn, static_argnums: int | tuple[int, ...] = ()) -> Fn:
-    """`fn`, compiled as a whole when it is called with numbers only; within a trace it is a part of that as it stands.
+    """Compile `fn` as a whole when it is called with numbers; inside a trace it runs as it is.
 
     Called with numbers (`SVI.init` runs model and guide so) each of its operations would be compiled by itself, some
     thirty milliseconds for each: most of the time before the first step.

@@ -1,4 +1,4 @@
-"""What the traced program of a function says without its numbers, by abstract interpretation."""
+"""Abstract interpretation of traced programs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

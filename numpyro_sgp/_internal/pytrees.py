@@ -1,4 +1,4 @@
-"""Callables as pytrees: what lets a function a user wrote be a part of a kernel or a mean."""
+"""Callables as pytrees, so that a user's function can be a part of a kernel or a mean."""
 
 from collections.abc import Callable
 import dataclasses

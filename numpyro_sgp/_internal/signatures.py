@@ -1,4 +1,4 @@
-"""What a user's model can be called with: whether it is to be told how many rows there are in all."""
+"""Signatures of users' models: whether a model takes `num_data`."""
 
 from collections.abc import Callable, Mapping
 import functools

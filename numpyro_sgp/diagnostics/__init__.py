@@ -1,4 +1,4 @@
-"""What a fitted guide is worth: importance ratios, leave-one-out densities, calibration. For ArviZ see `to_arviz`."""
+"""Checks of a fitted guide: importance ratios, leave-one-out densities, calibration. For ArviZ see `to_arviz`."""
 
 from numpyro_sgp.diagnostics.calibrated import Calibration, calibration
 from numpyro_sgp.diagnostics.importance import psis_khat

@@ -1,4 +1,4 @@
-"""`calibration`: whether predictions are as uncertain as they are wrong."""
+"""`calibration`: whether the uncertainty of predictions has the right size."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

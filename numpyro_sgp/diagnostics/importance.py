@@ -1,4 +1,4 @@
-"""`psis_khat`: whether q(u, θ) covers the posterior it stands for."""
+"""`psis_khat`: whether q(u, θ) is close to the posterior that it approximates."""
 
 from collections.abc import Mapping
 import importlib
@@ -44,7 +44,7 @@ def psis_khat(
     batch_size: int | None = None,
     **model_kwargs: Any,
 ) -> float:
-    """The Pareto k̂ of a sparse guide: below 0.7 its posterior can be trusted, and importance sampling would repair it.
+    """The Pareto k̂ of a sparse guide: below 0.7 its posterior can be trusted.
 
     The shape of the tail of the importance ratios of draws from q(u, θ),
 
@@ -140,7 +140,7 @@ def log_importance_ratios(
 
 
 def subsampled(trace: Trace) -> set[tuple[int, int]]:
-    """(size, subsample size) of the plates that take some of their rows."""
+    """(size, subsample size) of the plates that subsample."""
     plates = [site["args"] for site in trace.values() if site["type"] == "plate"]
     return {tuple(size) for size in plates if size[1] is not None and size[1] != size[0]}
 

@@ -1,4 +1,4 @@
-"""From a fitted guide to ArviZ: posterior, predictions, likelihood and densities of every draw, in one object."""
+"""`to_arviz`: posterior, predictions, likelihoods and densities of a fitted guide as an ArviZ object."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import datetime as dt
@@ -43,7 +43,7 @@ def to_arviz(
     dims: Mapping[str, Sequence[str]] | None = None,
     **model_kwargs: Any,
 ) -> Any:
-    """Draws from a fitted guide with all that ArviZ asks about them: a `DataTree`, or `InferenceData` before ArviZ 1.
+    """Draws from a fitted guide as an ArviZ object: a `DataTree`, or `InferenceData` before ArviZ 1.
 
     Groups, with one chain:
 
@@ -111,7 +111,7 @@ def to_arviz(
 
 
 def arviz_module() -> ModuleType:
-    """ArviZ, or what to install."""
+    """Import ArviZ, or raise with what to install."""
     try:
         import arviz as az
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Every draw of a fitted guide at all rows: values, predictions, densities and likelihoods, as arrays by site.
+"""Draws of a fitted guide at all rows: values, predictions, densities and likelihoods, as arrays by site.
 
 The guide and the model are run as they stand, through NumPyro's handlers; only the values of the GP sites are drawn
 here, so that batches of rows of one draw belong to the same function.
@@ -350,7 +350,7 @@ def _collect_observed(outputs: Outputs, name: str, site: dict, rng_key: Array) -
 
 
 def num_rows(args: tuple, batch_size: int | None) -> int:
-    """N, the rows of the arrays among the arguments; 0 where nothing is to be cut into batches."""
+    """N, the number of rows of the arrays among the arguments; 0 where no batches are needed."""
     if batch_size is None:
         return 0
     _, arrays = split_arrays(args)

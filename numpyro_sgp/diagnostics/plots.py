@@ -1,4 +1,4 @@
-"""Figures of a fit: bands, inducing inputs, the course of training, hyperparameters. They need matplotlib."""
+"""Figures of a fit: bands, inducing inputs, training curves, hyperparameters. They need matplotlib."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

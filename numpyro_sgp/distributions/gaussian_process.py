@@ -20,7 +20,7 @@ __all__ = ["GaussianProcess", "check_rows"]
 
 
 def check_rows(value: Any, event_shape: tuple[int, ...]) -> None:
-    """Raise where a value has not one number for each row, which would be broadcast to a table of all pairs."""
+    """Raise unless a value has one number for each row; other shapes would broadcast to all pairs of rows."""
     if np.shape(value)[-1:] != event_shape:
         msg = (
             f"The value must have shape (..., {event_shape[0]}), a number for each row of `X` along the last axis, got "

@@ -1,4 +1,4 @@
-"""What guides put at a Gaussian-process site: a Gaussian over f(X), with its divergence from the prior."""
+"""The posterior that guides put at a Gaussian-process site: a Gaussian over f(X), and its KL from the prior."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""What a loss reads from a trace of a model or a guide."""
+"""Reading traces of models and guides."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -36,7 +36,7 @@ def scaled_log_prob(site: dict[str, Any]) -> Array:
 
 
 def check_kept(sites: Iterable[str], guide: Any, loss: str) -> None:
-    """Raise where the posterior of a site has state that another loss keeps, so that this one would not train it."""
+    """Raise where only another loss can train the posterior of a site."""
     family = getattr(guide, "family", None)
     if not callable(family):
         return
@@ -51,7 +51,7 @@ def check_kept(sites: Iterable[str], guide: Any, loss: str) -> None:
 
 
 def check_outcomes(trace: Trace) -> None:
-    """Raise where outcomes and their distribution are broadcast to a table that neither of them is."""
+    """Raise where outcomes and their distribution broadcast to a shape that neither of them has."""
     for name, site in trace.items():
         if site["type"] != "sample" or not site["is_observed"]:
             continue

@@ -1,4 +1,4 @@
-"""Distributions inside plates' expansions, masks and `to_event`, and the terms that they give."""
+"""Distributions inside expansions by plates, masks and `to_event`."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a kernel of finite rank is."""
+"""The base class of kernels of finite rank."""
 
 from abc import abstractmethod
 

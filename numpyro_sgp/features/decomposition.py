@@ -1,4 +1,4 @@
-"""Kernels taken apart: sums of terms, each a product of factors whose features or frequencies are known.
+"""Decompose a kernel into a sum of terms, each a product of factors with known features or frequencies.
 
 A factor is either spectral, k(x, z) = σ² E cos(ωᵀ(x − z)), or of finite rank, k(x, z) = φ(x)ᵀφ(z). Products of spectral
 factors add their phases, since frequencies are symmetric: E cos(p + q) = E cos p · E cos q for independent p and q.

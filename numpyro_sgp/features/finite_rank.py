@@ -1,4 +1,4 @@
-"""What a kernel of finite rank is: f(x) = φ(x)ᵀw with a Gaussian prior on the weights w, so k(x, z) = φ(x)ᵀS⁻¹φ(z)."""
+"""Kernels of finite rank: f(x) = φ(x)ᵀw with a Gaussian prior on the weights w, so k(x, z) = φ(x)ᵀS⁻¹φ(z)."""
 
 from typing import Any, Protocol, runtime_checkable
 

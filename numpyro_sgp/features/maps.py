@@ -1,4 +1,4 @@
-"""Features by a function: networks, deep kernels."""
+"""Features given by a function: networks, deep kernels."""
 
 from collections.abc import Callable
 import dataclasses

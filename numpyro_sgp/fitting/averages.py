@@ -1,4 +1,4 @@
-"""Whether the averages of natural steps are over enough rows, and used often enough: seen where a run is planned."""
+"""Warnings before a run: natural steps that average over too few rows, or update the posterior too rarely."""
 
 from typing import Any
 import warnings

@@ -25,7 +25,7 @@ _ORDER_STREAM = 0x5EED
 
 
 def checked_rows(others: Any, data: Any) -> int:
-    """N, after it is known that there is one."""
+    """N, checked to be the same for all arrays."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((others, data))):
         raise TypeError(TRACED)
     rows = {}
@@ -60,7 +60,7 @@ def checked_rows(others: Any, data: Any) -> int:
 
 
 def native(dtype: np.dtype) -> np.dtype:
-    """A dtype in the byte order of this machine, the only one that JAX takes."""
+    """A dtype in the byte order of this machine, which JAX needs."""
     return dtype if dtype.isnative else np.dtype(dtype.newbyteorder("=").str)
 
 

@@ -1,4 +1,4 @@
-"""What `fit` calls between steps: a protocol, and early stopping."""
+"""Callbacks of `fit`, and early stopping."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ __all__ = ["AbstractCallback", "EarlyStopping", "FitProgress", "as_callbacks"]
 
 
 class FitProgress(NamedTuple):
-    """What a callback is told.
+    """The state of a run, as a callback sees it.
 
     Attributes:
         step: how many steps are done.
@@ -33,7 +33,7 @@ class FitProgress(NamedTuple):
 
 
 class AbstractCallback(ABC):
-    """Something that `fit` calls at each multiple of `every` steps, with a state that checkpoints include.
+    """A callback: `fit` calls it at each multiple of `every` steps, and checkpoints include its state.
 
     Attributes:
         every: steps from one call to the next.
@@ -123,7 +123,7 @@ class FunctionCallback(AbstractCallback):
 
 
 def as_callbacks(callback: Any, num_steps: int) -> list[AbstractCallback]:
-    """What the user gave as `callback`, as a list; a function is called about a hundred times in a run."""
+    """The argument `callback` as a list; a plain function is called about a hundred times in a run."""
     given = callback if isinstance(callback, list | tuple) else [] if callback is None else [callback]
     made: list[AbstractCallback] = []
     for one in given:

@@ -159,7 +159,7 @@ def load_checkpoint(path: str | os.PathLike, like: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint as read: what is in the file, before it is known what it is for.
+    """The contents of a checkpoint file, before they are matched with a pytree.
 
     Args:
         path: the file.

@@ -1,4 +1,4 @@
-"""Where a run's arrays are: on the default device, or on a mesh whose devices share the rows of each batch.
+"""Placement of a run's arrays: on the default device, or on a mesh whose devices share the rows of each batch.
 
 On a mesh the state is a copy on each device, and the compiled step sums over the rows across devices. Where the mesh
 has the devices of several processes, each of them runs the same program; what only one of them can know (how long a
@@ -23,7 +23,7 @@ __all__ = ["AbstractPlacement", "checked_placement"]
 
 
 class AbstractPlacement(ABC):
-    """Where batches and the state are, and what the processes of a run have to agree on.
+    """Where batches and the state are placed, and what the processes of a run must agree on.
 
     Attributes:
         positions: which of the B rows of a batch this process gathers, ascending, or None for all.
@@ -164,7 +164,7 @@ class OnMesh(AbstractPlacement):
 
 
 def checked_placement(sharding: Any, batch_size: int, rows: int) -> AbstractPlacement:
-    """What the user gave as `sharding`, as a placement.
+    """The argument `sharding` as a placement.
 
     Args:
         sharding: a `NamedSharding` of the rows of a batch, or None.

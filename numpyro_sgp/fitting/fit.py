@@ -1,4 +1,4 @@
-"""`fit`: minibatches from host memory or disk, many steps in each dispatch, resumed exactly after a fault."""
+"""`fit`: minibatches from host memory or disk, many steps in each dispatch, exact resumption."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""The compiled parts of a run: how batches become arguments of the model, and many steps in one dispatch.
+"""The compiled parts of a run: batches as arguments of the model, and many steps in one dispatch.
 
 The number of steps in a dispatch is an argument of the compiled program and not a part of it. So one program serves the
 whole run, and how the steps fall into dispatches cannot change a result.

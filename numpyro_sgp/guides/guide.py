@@ -21,7 +21,6 @@ from numpyro.infer.autoguide import AutoGuide, AutoNormal
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.wrappers import unwrap
-from numpyro_sgp.guides.coupling import check_rows_apart
 from numpyro_sgp.guides.handlers import (
     GivenGaussianProcesses,
     HiddenSamples,
@@ -30,6 +29,7 @@ from numpyro_sgp.guides.handlers import (
     clear_errors,
 )
 from numpyro_sgp.guides.parameters import SiteParameters, asked, parameter
+from numpyro_sgp.guides.row_dependence import check_rows_apart
 from numpyro_sgp.posteriors.decoupled.coefficients import Ascending
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, check_names, for_site
 from numpyro_sgp.posteriors.functions import FunctionDraws, sample_functions

@@ -1,4 +1,4 @@
-"""What is done to messages: GP values hidden from the base guide, GP sites replaced by posteriors."""
+"""Effect handlers: hide GP values from the base guide, replace GP sites by posteriors."""
 
 from collections.abc import Callable, Collection, Iterator
 import contextlib

@@ -1,4 +1,4 @@
-"""How a family declares parameters and mutable state of its site."""
+"""The parameters and mutable state that a posterior family declares for its site."""
 
 from collections.abc import Iterator
 import contextlib

@@ -1,4 +1,4 @@
-"""Whether a model scales the rows of a batch to all rows: seen where the first step is traced."""
+"""Check that a model scales the likelihood of a minibatch to all rows."""
 
 import warnings
 
@@ -15,7 +15,7 @@ __all__ = ["Scales", "warn_of_no_scale"]
 
 
 class Scales(Messenger):
-    """Looks at the sites of all runs of a model and a guide.
+    """Records observed, latent and scaled sites of a model and a guide.
 
     Attributes:
         observed: names of the observed sites.
@@ -42,7 +42,7 @@ class Scales(Messenger):
 
 
 def warn_of_no_scale(svi: SVI, scales: Scales, batch_size: int, rows: int) -> None:
-    """Warn of a likelihood that counts the rows of a batch and not all rows, against a prior that counts in full.
+    """Warn if the likelihood of a minibatch is not scaled to all rows.
 
     Args:
         svi: where the loss is an ELBO; nothing is said of others.

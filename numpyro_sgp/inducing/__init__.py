@@ -1,4 +1,4 @@
-"""Inducing variables: what a sparse posterior conditions on, and where to put them."""
+"""Inducing variables, and how to choose them."""
 
 from numpyro_sgp.inducing.growing import Candidates, Growing, GrowingInducing, added, ask, growing
 from numpyro_sgp.inducing.multiscale import MultiscaleInducing

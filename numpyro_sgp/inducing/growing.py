@@ -1,4 +1,4 @@
-"""Inducing inputs that are added while a model is trained: arrays of fixed size, and a mask of those that are there.
+"""Inducing inputs that are added during training: arrays of fixed size, and a mask of those in use.
 
 An inducing input that is not there yet has a variance of its own, and no covariance with anything: in the whitened
 basis it is one more independent N(0, 1), whose posterior is its prior. So nothing depends on how many there are, and a
@@ -26,7 +26,7 @@ __all__ = ["Candidates", "Growing", "GrowingInducing", "added", "ask", "growing"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GrowingInducing(AbstractInducing):
-    """Function values at inducing inputs, some of which are there: made by `growing`, added to by `GrowBasis`.
+    """Function values at inducing inputs of which some are in use: made by `growing`, extended by `GrowBasis`.
 
     Args:
         anchor: where the inducing inputs were added, (C, D); zero where there is none yet.
@@ -93,7 +93,7 @@ class GrowingInducing(AbstractInducing):
 
 
 def growing(kernel: Callable | None, X: ArrayLike, rng_key: Array | None = None, *, capacity: int) -> GrowingInducing:
-    """No inducing inputs yet, and room for `capacity` of them, which the optimizer `GrowBasis` adds from minibatches.
+    """An empty basis with room for `capacity` inducing inputs, which the optimizer `GrowBasis` adds from minibatches.
 
     Args:
         kernel: not used.

@@ -1,4 +1,4 @@
-"""Inducing variables: what a sparse posterior conditions on.
+"""Inducing variables: function values at inducing inputs, and the interface of others.
 
 An inducing object is a pytree with three methods: `Kuu(kernel)`, the covariance of the inducing variables u;
 `Kuf(kernel, X)`, their covariance with f(X); `Kuv(kernel, other)`, their covariance with another object's. Everything

@@ -1,4 +1,4 @@
-"""The rows of one matrix among those of another, without comparing all with all."""
+"""Find the rows of one matrix in another."""
 
 from typing import NamedTuple
 

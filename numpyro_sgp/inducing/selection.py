@@ -1,4 +1,4 @@
-"""Where to put inducing inputs, and how many: k-means, greedy conditional variance, random rows, the trace error.
+"""Choose inducing inputs and their number: k-means, greedy conditional variance, random rows, trace error.
 
 `kmeans`, `greedy_variance` and `subset` have the signature that guides call at initialisation,
 `(kernel, X, rng_key, *, num_inducing)`, so `functools.partial(greedy_variance, num_inducing=100)` is an `inducing=`
@@ -287,7 +287,7 @@ def median_lengthscale(X: ArrayLike, *, max_rows: int = 1000) -> np.ndarray:
 def trace_error(
     kernel: Callable, X: ArrayLike, inducing: ArrayLike | AbstractInducing, *, jitter: float | None = None
 ) -> TraceError:
-    """tr(K − Q) at the data, read in chunks: what the inducing variables cannot explain, whatever q(u).
+    """tr(K − Q) at the data, read in chunks: the prior variance that the inducing variables leave unexplained.
 
     Args:
         kernel: one kernel.

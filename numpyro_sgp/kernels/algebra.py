@@ -1,4 +1,4 @@
-"""What a kernel is, and the algebra of kernels: sums, products and numbers."""
+"""The base class of kernels, and their sums and products."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Functions that repeat."""
+"""The periodic kernel."""
 
 import dataclasses
 import math

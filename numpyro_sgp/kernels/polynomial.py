@@ -1,4 +1,4 @@
-"""Linear functions and polynomials."""
+"""Linear and polynomial kernels."""
 
 import dataclasses
 from typing import final

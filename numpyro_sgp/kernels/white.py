@@ -1,4 +1,4 @@
-"""Noise as a kernel."""
+"""White noise as a kernel."""
 
 import dataclasses
 from typing import final

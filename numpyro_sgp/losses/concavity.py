@@ -1,4 +1,4 @@
-"""Whether a likelihood is log-concave in a latent, as far as its parameters tell.
+"""Check that a likelihood is log-concave in a latent.
 
 An estimate of f from sampled basis functions can be used in a bound only where the log density is quadratic or concave.
 """

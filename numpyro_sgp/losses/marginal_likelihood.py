@@ -1,4 +1,4 @@
-"""The losses: minus the log evidence of `marginal_likelihood.py` in forms that batches can estimate.
+"""Losses that estimate the negative log marginal likelihood from minibatches.
 
 Each is less the log density of the other latents at their point estimates (type-II maximum a posteriori).
 """

@@ -1,4 +1,4 @@
-"""A model taken apart as a regression with one GP and one noise scale, or the reason why it is none."""
+"""Read a model as a regression with one GP and one noise scale, or raise with the reason why it is none."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
@@ -20,7 +20,7 @@ Trace = dict[str, dict[str, Any]]
 
 
 class Regression(NamedTuple):
-    """What a batch of a regression model says.
+    """The parts of a regression model at a minibatch.
 
     Attributes:
         site: name of the GP site.
@@ -68,7 +68,7 @@ def read_regression(
     loss: str,
     parametrization: str | None,
 ) -> Regression:
-    """Run guide and model, and take the regression apart; raises where it is none."""
+    """Run guide and model, and return the parts of the regression; raises if it is none."""
     key_model, key_guide = jax.random.split(rng_key)
     seeded = handlers.substitute(handlers.seed(guide, key_guide), data=dict(params))
     guide_trace = handlers.trace(seeded).get_trace(*args, **kwargs)

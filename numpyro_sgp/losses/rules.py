@@ -1,4 +1,4 @@
-"""By which nodes the terms of a bound are integrated: an axis for each latent that an entry of a term depends on."""
+"""Choose quadrature nodes for the terms of a bound: one axis for each latent that an entry of a term depends on."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.ops.provenance import eval_provenance
 
-from numpyro_sgp._internal.row_dependence import axes_of
+from numpyro_sgp._internal.axis_dependence import axes_of
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import Trace, scaled_log_prob
 from numpyro_sgp.math.quadrature import product_grid

@@ -1,4 +1,4 @@
-"""Expectations where the marginals of f are estimates, from basis functions drawn anew in each step."""
+"""Expectations under marginals that are estimated from sampled basis functions."""
 
 from collections.abc import Callable, Mapping
 

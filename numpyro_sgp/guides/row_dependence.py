@@ -1,4 +1,4 @@
-"""Whether the terms of a bound look at one row of f each, as integrating f by its marginals takes for granted."""
+"""Check that each term of the model depends on one row of f, as integration by marginals requires."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 import numpyro
 from numpyro import handlers
 
-from numpyro_sgp._internal.row_dependence import MIXED, axes_of
+from numpyro_sgp._internal.axis_dependence import MIXED, axes_of
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import scaled_log_prob
 from numpyro_sgp.guides.handlers import Alone

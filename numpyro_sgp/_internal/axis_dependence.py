@@ -1,4 +1,4 @@
-"""Whether the entries of a result along an axis belong to those of an argument along one: read off the program.
+"""Which axis of a result corresponds to an axis of the argument, found from the traced program.
 
 No numbers are needed, so it holds within `jax.jit` too. What is not known is not paired.
 """
