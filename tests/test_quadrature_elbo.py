@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
 import numpy as np
 from numpy.testing import assert_allclose
 import numpyro
@@ -16,6 +17,7 @@ from scipy.special import log_softmax
 
 import numpyro_sgp as sgp
 from numpyro_sgp._internal.axis_dependence import MIXED, axes_of
+from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
 from numpyro_sgp.math.quadrature import gauss_hermite, product_grid
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -457,9 +459,90 @@ def test_the_rows_of_a_model_that_changes_its_state_in_place_are_compared():
         svi.init(jax.random.key(0), True)
 
 
-@pytest.mark.once
-def test_within_a_compiled_start_nothing_is_known_of_the_rows():
-    start_at(*COUPLED["centred"], init=lambda svi: jax.jit(svi.init))
+@pytest.mark.parametrize("name", COUPLED)
+def test_within_a_compiled_start_terms_that_may_couple_rows_are_warned_of(name):
+    with pytest.warns(UserWarning, match=r"\['term'\] may depend on several rows of the GP site 'f'.*without `jit`"):
+        start_at(*COUPLED[name], init=lambda svi: jax.jit(svi.init))
+
+
+# Only values show that these look at one row of each latent.
+SHOWN_BY_VALUES = {"rows picked by a matrix", "noise as a matrix", "stable logarithm", "two latents at two rows"}
+
+
+@pytest.mark.parametrize("name", sorted(set(SEPARATE) - SHOWN_BY_VALUES))
+def test_the_program_of_terms_shows_that_they_look_at_one_row_within_a_compiled_start_too(name):
+    start_at(*SEPARATE[name], init=lambda svi: jax.jit(svi.init))  # a warning would be an error
+
+
+INDEX = np.array([4, 0, 0, 2])
+
+
+def scanned(step):
+    return lambda f: jax.lax.scan(step, 0.0, f)
+
+
+# Functions of the rows that couple them, and functions that do not: structure alone tells, whatever the numbers.
+COUPLING = {
+    "difference": lambda f: (f[1:] - f[:-1]) ** 2,
+    "product of neighbours": lambda f: f[1:] * f[:-1],
+    "picked pair": lambda f: jnp.exp(f[INDEX] - f[INDEX[::-1]]),
+    "mean": lambda f: (f - jnp.mean(f)) ** 2,
+    "mean without a gradient": lambda f: (f - jax.lax.stop_gradient(jnp.mean(f))) ** 2,
+    "mean, rounded": lambda f: f * jnp.round(jnp.mean(f)),
+    "compared with a row": lambda f: jnp.where(f > f[2], f, 0.0),
+    "rank": lambda f: jnp.argsort(f),
+    "sorted": lambda f: jnp.sort(f),
+    "largest": lambda f: jnp.max(f),
+    "index of the largest": lambda f: jnp.argmax(f) + 0.0,
+    "row of the largest": lambda f: jnp.arange(7.0)[jnp.argmax(f)],
+    "softmax": jax.nn.softmax,
+    "log of a sum": lambda f: jax.nn.logsumexp(f),
+    "norm": lambda f: jnp.sqrt(jnp.sum(f**2)),
+    "cumulative": lambda f: jnp.cumsum(f) ** 2,
+    "cumulative largest": lambda f: jax.lax.cummax(f),
+    "matrix": lambda f: jnp.exp(jnp.ones((3, 7)) @ f),
+    "quadratic form": lambda f: f @ jnp.ones((7, 7)) @ f,
+    "outer": lambda f: f[:, None] * f[None, :],
+    "determinant": lambda f: jnp.linalg.slogdet(jnp.eye(7) + jnp.diag(f) + 0.1 * f[:, None])[1],
+    "convolved": lambda f: jnp.tanh(jnp.convolve(f, jnp.ones(3))),
+    "scan": scanned(lambda state, row: (jnp.tanh(state + row), state)),
+    "scan of products": scanned(lambda state, row: (row, row * state)),
+    "loop": lambda f: jax.lax.fori_loop(0, 3, lambda i, x: x * f[i], 1.0),
+    "branch": lambda f: jax.lax.cond(f[0] > 0.0, lambda x: x, lambda x: -x, f),
+    "reversed": lambda f: f * f[::-1],
+    "rolled": lambda f: jnp.sin(f - jnp.roll(f, 1)),
+    "folded": lambda f: jnp.prod(f[:6].reshape(2, 3), axis=0),
+    "scattered": lambda f: jnp.zeros(3).at[jnp.array([0, 0, 1, 1, 2, 2, 2])].add(f) ** 2,
+    "within jit": lambda f: jax.jit(lambda a, b: a * b)(f[0], f[1]),
+    "truncated": lambda f: jnp.sum(f).astype(int) + 0.0,
+}
+UNCOUPLED = {
+    "elementwise": lambda f: jnp.exp(f) * jnp.sin(f) + f**3,
+    "picked": lambda f: (lambda index: jnp.tanh(f[index]) * f[index] ** 2)(jnp.asarray(INDEX)),
+    "a row on each right-hand side": lambda f: solve_triangular(np.tri(2), jnp.stack([f, f]), lower=True) ** 2,
+    "a row": lambda f: f[3] ** 2,
+    "sum": lambda f: jnp.sum(jnp.exp(f)) - 3.0 * jnp.mean(f),
+    "linear": lambda f: jnp.ones((3, 7)) @ f / 2.0 - jnp.cumsum(f)[:3],
+    "branches by data": lambda f: jnp.where(jnp.arange(7) > 3, f, f[::-1]) ** 2,
+    "joined": lambda f: jnp.exp(jnp.concatenate([f, f[:2], jnp.zeros(2)])),
+    "scattered": lambda f: jnp.zeros(3).at[jnp.array([0, 0, 1, 1, 2, 2, 2])].add(jnp.exp(f)),
+    "scan": scanned(lambda total, row: (total + row**2, jnp.exp(row))),
+    "scan that remembers": scanned(lambda last, row: (row, jnp.exp(last))),
+    "branch by data": lambda f: jax.lax.cond(jnp.asarray(True), lambda x: x, lambda x: -x, f) ** 2,
+    "within jit": lambda f: jax.jit(lambda a, b: a * b)(f, f),
+}
+
+
+@pytest.mark.parametrize("name", COUPLING)
+def test_a_program_that_couples_rows_is_never_taken_for_one_that_does_not(name):
+    found = row_dependence(COUPLING[name], jnp.linspace(-1.0, 1.0, 7))
+    assert Dependence.COUPLED in jax.tree.leaves(found)
+
+
+@pytest.mark.parametrize("name", UNCOUPLED)
+def test_a_program_whose_entries_look_at_one_row_or_add_them_is_seen_to_be_one(name):
+    found = row_dependence(UNCOUPLED[name], jnp.linspace(-1.0, 1.0, 7))
+    assert Dependence.COUPLED not in jax.tree.leaves(found)
 
 
 @pytest.mark.once

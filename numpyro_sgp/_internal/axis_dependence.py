@@ -11,13 +11,13 @@ from jax import Array
 
 from numpyro_sgp._internal.programs import interpret
 
-__all__ = ["MIXED", "axes_of"]
+__all__ = ["ELEMENTWISE", "MIXED", "UNKNOWN", "axes_of", "axis_of_equation"]
 
 MIXED = 0  # no axis that is counted from the back has this number
 
 # Where the entries of the argument's axis are in a value: along this axis, counted from the front, or nowhere (None).
 Axis = int | None
-_MIXED = -1
+UNKNOWN = -1
 
 _NAMES = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
@@ -26,7 +26,7 @@ _NAMES = """
     reduce_precision regularized_incomplete_beta rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub
     tan tanh xor zeta
 """
-_ELEMENTWISE = frozenset(_NAMES.split())
+ELEMENTWISE = frozenset(_NAMES.split())
 _REDUCTIONS = ("argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum")
 _CUMULATIVE = ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
 
@@ -45,43 +45,48 @@ def axes_of(fn: Callable[[Array], Any], f: Array, axis: int) -> Any:
     """
     program, like = jax.make_jaxpr(fn, return_shape=True)(f)
     leaves, structure = jax.tree.flatten(like)
-    found = interpret(program.jaxpr, [f.ndim + axis], None, _of_equation)
+    found = interpret(program.jaxpr, [f.ndim + axis], lambda _: None, axis_of_equation)
     return structure.unflatten(_from_the_back(axis, len(leaf.shape)) for axis, leaf in zip(found, leaves, strict=True))
 
 
 def _from_the_back(axis: Axis, ndim: int) -> Axis:
     if axis is None:
         return None
-    return MIXED if axis == _MIXED else axis - ndim
+    return MIXED if axis == UNKNOWN else axis - ndim
 
 
-def _of_equation(equation: Any, axes: list[Axis]) -> Axis:
+def axis_of_equation(equation: Any, axes: list[Axis]) -> Axis:
+    """The axis of the outputs of an equation, from those of its operands."""
     name, params = equation.primitive.name, equation.params
     if all(axis is None for axis in axes):
         return None
-    if _MIXED in axes:
-        return _MIXED
+    if UNKNOWN in axes:
+        return UNKNOWN
     if name == "dot_general":
         return _of_product(params["dimension_numbers"], [len(each.aval.shape) for each in equation.invars], axes)
     (axis, *others) = {each for each in axes if each is not None}
     if others:
-        return _MIXED
+        return UNKNOWN
     shape = equation.invars[axes.index(axis)].aval.shape
     first_only = all(each is None for each in axes[1:])
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE:
         return axis
     if name in _REDUCTIONS:
         return _without(axis, params["axes"])
     if name == "squeeze":
         return _without(axis, params["dimensions"])
     if name in _CUMULATIVE or name == "split":
-        return _MIXED if params["axis"] == axis else axis
+        return UNKNOWN if params["axis"] == axis else axis
     if name in ("concatenate", "sort"):
-        return _MIXED if params["dimension"] == axis else axis
+        return UNKNOWN if params["dimension"] == axis else axis
+    if name == "stack":
+        return axis + (params["axis"] <= axis)
     if name == "rev":
-        return _MIXED if axis in params["dimensions"] else axis
+        return UNKNOWN if axis in params["dimensions"] else axis
+    if name == "triangular_solve" and axes[0] is None and axis == len(shape) - (1 if params["left_side"] else 2):
+        return axis  # one right-hand side for each entry
     if name in ("cholesky", "triangular_solve"):
-        return axis if axis < len(shape) - 2 else _MIXED
+        return axis if axis < len(shape) - 2 else UNKNOWN
     if name == "broadcast_in_dim" and first_only:
         return params["broadcast_dimensions"][axis]
     if name == "transpose":
@@ -90,18 +95,18 @@ def _of_equation(equation: Any, axes: list[Axis]) -> Axis:
         return _reshaped(shape, axis, params["new_sizes"])
     if name == "slice":
         whole = params["start_indices"][axis] == 0 and params["limit_indices"][axis] == shape[axis]
-        return axis if whole and (params["strides"] is None or params["strides"][axis] == 1) else _MIXED
+        return axis if whole and (params["strides"] is None or params["strides"][axis] == 1) else UNKNOWN
     if name == "dynamic_slice" and first_only:
-        return axis if params["slice_sizes"][axis] == shape[axis] else _MIXED
+        return axis if params["slice_sizes"][axis] == shape[axis] else UNKNOWN
     if name == "pad" and first_only:
-        return axis if tuple(params["padding_config"][axis]) == (0, 0, 0) else _MIXED
+        return axis if tuple(params["padding_config"][axis]) == (0, 0, 0) else UNKNOWN
     if name == "gather" and first_only:
         return _gathered(params, shape, axis, len(equation.outvars[0].aval.shape))
-    return _MIXED
+    return UNKNOWN
 
 
 def _without(axis: int, removed: Sequence[int]) -> int:
-    return _MIXED if axis in removed else axis - sum(each < axis for each in removed)
+    return UNKNOWN if axis in removed else axis - sum(each < axis for each in removed)
 
 
 def _reshaped(shape: Sequence[int], axis: int, sizes: Sequence[int]) -> int:
@@ -110,7 +115,7 @@ def _reshaped(shape: Sequence[int], axis: int, sizes: Sequence[int]) -> int:
     for new, size in enumerate(sizes):
         if size == shape[axis] and _product(sizes[:new]) == before:
             return new
-    return _MIXED
+    return UNKNOWN
 
 
 def _product(sizes: Sequence[int]) -> int:
@@ -127,7 +132,7 @@ def _gathered(params: dict[str, Any], shape: Sequence[int], axis: int, ndim: int
         return batch[numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(axis)]]
     removed = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     if axis in removed or params["slice_sizes"][axis] != shape[axis]:
-        return _MIXED
+        return UNKNOWN
     return numbers.offset_dims[_without(axis, removed)]
 
 
@@ -138,10 +143,10 @@ def _of_product(dimension_numbers: Any, ndims: list[int], axes: list[Axis]) -> i
         if axis is None:
             continue
         if axis in contracted[side]:
-            return _MIXED
+            return UNKNOWN
         if axis in batch[side]:
             found.add(tuple(batch[side]).index(axis))
             continue
         free = _without(axis, (*contracted[side], *batch[side])) + len(batch[side])
         found.add(free + (ndims[0] - len(contracted[0]) - len(batch[0]) if side else 0))
-    return found.pop() if len(found) == 1 else _MIXED
+    return found.pop() if len(found) == 1 else UNKNOWN

@@ -82,7 +82,7 @@ def shapes_of(fn: Callable[[Array], Any], f: Array) -> Any:
     """The shape of each leaf of `fn(f)` as a function of f."""
     program, like = jax.make_jaxpr(fn, return_shape=True)(f)
     return jax.tree.unflatten(
-        jax.tree.structure(like), interpret(program.jaxpr, [Shape.AFFINE], Shape.CONSTANT, _of_equation)
+        jax.tree.structure(like), interpret(program.jaxpr, [Shape.AFFINE], lambda _: Shape.CONSTANT, _of_equation)
     )
 
 

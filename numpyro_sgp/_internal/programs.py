@@ -5,40 +5,40 @@ from typing import Any, TypeVar
 
 from jax.extend.core import Literal
 
-__all__ = ["interpret"]
+__all__ = ["inner_program", "interpret"]
 
 Fact = TypeVar("Fact")
 
 
 def interpret(
-    jaxpr: Any, inputs: Sequence[Fact], constant: Fact, of_equation: Callable[[Any, list[Fact]], Fact]
+    jaxpr: Any,
+    inputs: Sequence[Fact],
+    constant: Callable[[Any], Fact],
+    of_equation: Callable[[Any, list[Fact]], Fact | list[Fact]],
 ) -> list[Fact]:
     """A fact about each output of a program, from facts about its inputs.
 
     Args:
         jaxpr: the program.
         inputs: a fact for each of its arguments.
-        constant: the fact about what depends on no argument.
-        of_equation: the fact about all outputs of an equation, from those about its operands.
+        constant: the fact about a variable or literal that depends on no argument.
+        of_equation: the fact about all outputs of an equation, or a list with one for each, from those about operands.
     """
     known = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(variable: Any) -> Fact:
-        return constant if isinstance(variable, Literal) else known.get(variable, constant)
+        return known[variable] if not isinstance(variable, Literal) and variable in known else constant(variable)
 
     for equation in jaxpr.eqns:
         facts = [read(variable) for variable in equation.invars]
-        inner = _called(equation)
-        outputs = (
-            [of_equation(equation, facts)] * len(equation.outvars)
-            if inner is None
-            else interpret(inner, facts, constant, of_equation)
-        )
+        inner = inner_program(equation)
+        found = of_equation(equation, facts) if inner is None else interpret(inner, facts, constant, of_equation)
+        outputs = found if isinstance(found, list) else [found] * len(equation.outvars)
         known.update(zip(equation.outvars, outputs, strict=True))
     return [read(variable) for variable in jaxpr.outvars]
 
 
-def _called(equation: Any) -> Any:
+def inner_program(equation: Any) -> Any:
     """The program that an equation calls once with its operands, or None; loops and branches do not."""
     if equation.primitive.name in ("scan", "while", "cond"):
         return None

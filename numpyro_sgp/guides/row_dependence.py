@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+import warnings
 
 import jax
 from jax import Array
@@ -11,7 +12,7 @@ import numpy as np
 import numpyro
 from numpyro import handlers
 
-from numpyro_sgp._internal.axis_dependence import MIXED, axes_of
+from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import scaled_log_prob
 from numpyro_sgp.guides.handlers import Alone
@@ -31,10 +32,10 @@ _TOLERANCE = 1e-4
 def check_rows_apart(model: Callable[[], Any], trace: Trace, sites: Mapping[str, SparsePosterior]) -> None:
     """Raise where a term of the model depends on several rows of one latent at once.
 
-    Most programs of terms show that each entry looks at one row. Where one does not, numbers decide: the gradient of
-    the log density at a row of f stays as it is while other rows move, for all terms that look at one row each or are
-    linear in f, however they pick, mix or repeat what they look at. That needs the numbers of the data, so that nothing
-    raises within `jax.jit`, nor for a model that has no gradient. The inputs of another GP (a deep GP) are no terms.
+    Most programs of terms show that each entry depends on one row, or is a sum over rows. Where one does not, numbers
+    decide: the gradient of the log density at a row of f stays as it is while other rows move, for all terms that look
+    at one row each or are linear in f, however they pick, mix or repeat what they look at. Within `jax.jit` there are
+    no numbers, and a warning says so. The inputs of another GP (a deep GP) are no terms.
 
     Args:
         model: the model, with its arguments given.
@@ -43,23 +44,32 @@ def check_rows_apart(model: Callable[[], Any], trace: Trace, sites: Mapping[str,
 
     Raises:
         ValueError: the rows of a site are coupled.
+
+    Warns:
+        UserWarning: the rows of a site may be coupled, and there are no numbers to tell.
     """
-    leaves = jax.tree.leaves([site["value"] for site in trace.values()] + [q.moments.variance for q in sites.values()])
-    if not set(sites) <= set(trace) or not all(_is_at_hand(leaf) for leaf in leaves):
+    if not set(sites) <= set(trace):
         return
-    start = {name: np.asarray(trace[name]["value"]) for name in sites}
+    start = {name: trace[name]["value"] for name in sites}
 
     def entries(f: Mapping[str, Any]) -> dict[str, Array]:
         return _entries(model, trace, {**start, **f})
 
-    unsure = [name for name in sites if not _is_apart(entries, name, start[name])]
+    unsure = {name: _coupled_terms(entries, name, start[name]) for name in sites}
+    unsure = {name: terms for name, terms in unsure.items() if terms}
     if not unsure:
         return
+    leaves = jax.tree.leaves([site["value"] for site in trace.values()] + [q.moments.variance for q in sites.values()])
+    if not all(_is_at_hand(leaf) for leaf in leaves):
+        for name, terms in unsure.items():
+            warnings.warn(_unsure(name, terms), UserWarning, stacklevel=2)
+        return
+    start = {name: np.asarray(value) for name, value in start.items()}
     gradient = _gradient(lambda f: jnp.asarray(sum(jnp.sum(x) for x in entries(f).values())), start)
     for name in unsure:
         scale = np.sqrt(np.maximum(np.asarray(sites[name].moments.variance), 0.0))
         if gradient is not None and _couples(gradient, start, name, scale):
-            terms = list(jax.eval_shape(entries, start))
+            terms = unsure[name]
             alone = [_gradient(lambda f, term=term: jnp.sum(entries(f)[term]), start) for term in terms]
             found = zip(terms, alone, strict=True)
             coupled = [term for term, of_term in found if of_term and _couples(of_term, start, name, scale)]
@@ -87,12 +97,10 @@ def _entries(model: Callable[[], Any], trace: Trace, f: Mapping[str, Any]) -> di
         return {name: jnp.asarray(scaled_log_prob(site)) for name, site in samples.items()}
 
 
-def _is_apart(entries: Callable[[Mapping[str, Any]], dict[str, Array]], name: str, start: np.ndarray) -> bool:
-    """Whether the program shows that each entry of the terms looks at one row of a site."""
-    if start.shape[-1] == 1:
-        return True
-    axes = axes_of(lambda f: entries({name: f}), jnp.asarray(start), -1)
-    return MIXED not in jax.tree.leaves(axes)
+def _coupled_terms(entries: Callable[[Mapping[str, Any]], dict[str, Array]], name: str, start: Any) -> list[str]:
+    """The terms that may depend on several rows of a site at once, as far as their program shows."""
+    found = row_dependence(lambda f: entries({name: f}), jnp.asarray(start))
+    return [term for term, kind in found.items() if kind is Dependence.COUPLED]
 
 
 def _gradient(fn: Callable[[Mapping[str, Any]], Array], like: Values) -> Callable[[Values], Values] | None:
@@ -156,6 +164,13 @@ def _moves(
     size = np.sqrt(np.mean(np.square(before[known])))
     differs = np.abs(after - before) > _TOLERANCE * (np.abs(before) + size)
     return bool(np.any(differs & stays & touched))
+
+
+def _unsure(site: str, terms: list[str]) -> str:
+    return (
+        f"The terms {terms} may depend on several rows of the GP site {site!r} at once, and then the loss is no bound. "
+        "Values decide that, and there are none under `jax.jit`. Call `svi.init` once without `jit` to find out."
+    )
 
 
 def _message(site: str, terms: list[str]) -> str:
