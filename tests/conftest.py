@@ -1,17 +1,43 @@
-"""Fixtures for all tests."""
+"""Settings and fixtures for all tests."""
 
 import gc
+import os
 from pathlib import Path
+import shutil
+import tempfile
 
-import jax
 import pytest
 
-import numpyro_sgp  # noqa: F401
+# Most of the time goes into compiling small programs. They are compiled with less effort, and those that test processes
+# have in common once: the cache lives as long as this run. JAX reads these settings when it is imported.
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+OWN_CACHE = not IS_WORKER and "JAX_COMPILATION_CACHE_DIR" not in os.environ
+if not IS_WORKER:
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_backend_optimization_level" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
+    if OWN_CACHE:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="numpyro_sgp_compiled_")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+    # Two test processes share the cores: libraries with a thread for each core would wait for one another.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("MPLBACKEND", "Agg")
+
+import jax  # noqa: E402
+
+import numpyro_sgp  # noqa: E402, F401
 
 # Tracing makes so many objects that looking for garbage as often as Python does takes a twelfth of the tests' time.
 gc.set_threshold(200_000, 20, 100)
 
 _ARRAYS_AFTER_IMPORT = len(jax.live_arrays())
+
+
+def pytest_unconfigure():
+    if OWN_CACHE:
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
