@@ -1,6 +1,5 @@
 """`NaturalGradient`: natural steps for sites, any optax transformation for the rest, in one forward pass."""
 
-import dataclasses
 import math
 from typing import Any, NamedTuple, cast
 
@@ -26,7 +25,7 @@ from numpyro_sgp.optim.evaluating import (
 )
 from numpyro_sgp.optim.grow_basis import GrowBasisState
 from numpyro_sgp.optim.row_sparse import RowSparseState
-from numpyro_sgp.posteriors.natural_parameters import AbstractSites, DatumSites, Perturbation, Perturbed
+from numpyro_sgp.posteriors.natural_parameters import AbstractSites, Perturbation, Perturbed
 
 __all__ = ["NaturalGradient", "NaturalGradientState", "num_refused"]
 
@@ -97,10 +96,11 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
         in_turn: take the natural step of each parameter with sites at the place where the step before has led, instead
             of all at once: one evaluation of the loss for each. For the two blocks of `AutoDecoupledGP` with "solve",
             and for several GP sites under one likelihood, with ρ = 1 it needs half as many steps or fewer.
-        floor: smallest precision β of a datum's site, on a minibatch of (N/B) β: 0 keeps Λ₂ positive semi-definite
-            whatever the likelihood. None leaves β as it comes: for a likelihood that is not log-concave the fixed point
-            is then exactly the optimum of the bound, and only refusals guard the steps; not for posteriors that are
-            held for several steps (`refresh` of `AutoWeightSpaceGP`).
+        floor: smallest precision β of a datum's site, on a minibatch of (N/B) β, in units of the loss; with several
+            particles, in each of them. 0 keeps Λ₂ positive semi-definite whatever the likelihood. None leaves β as it
+            comes: for a likelihood that is not log-concave the fixed point is then exactly the optimum of the bound,
+            and only refusals guard the steps; not for posteriors that are held for several steps (`refresh` of
+            `AutoWeightSpaceGP`).
 
     Raises:
         ValueError: `step_size` outside (0, 1], a negative number of steps, or none at all; a `floor` that is no
@@ -276,49 +276,15 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
         self, fn: LossFn, sites: Sites, others: Params, *, with_others: bool
     ) -> tuple[Array, Any, dict[str, Perturbation], Params]:
         """Loss, auxiliary output, natural direction and gradient of the other parameters, from one forward pass."""
-        zero = {name: value.perturbation(for_step=True) for name, value in sites.items()}
-        shapes = {} if self.floor is None else _marginal_shapes(fn, sites, zero, others)
-        # Expectations of the data's own variances: their gradients are what a floor applies to.
-        variance = {name: jnp.zeros(shape, sites[name].lambda1.dtype) for name, shape in shapes.items()}
+        zero = {name: value.perturbation(for_step=True, floor=self.floor) for name, value in sites.items()}
 
-        def loss_fn(epsilon: dict, variance: dict, others: Params, weight: dict) -> tuple[Array, Any]:
-            perturbed = {
-                name: Perturbed(
-                    value, dataclasses.replace(epsilon[name], variance=variance.get(name), weight=weight.get(name)), []
-                )
-                for name, value in sites.items()
-            }
-            return fn({**others, **perturbed})
+        def loss_fn(epsilon: dict[str, Perturbation], others: Params) -> tuple[Array, Any]:
+            return fn({**others, **{name: Perturbed(value, epsilon[name]) for name, value in sites.items()}})
 
-        argnums = (0, 1, 2) if with_others else (0, 1)
-
-        def gradients(weight: dict) -> tuple[dict, tuple]:
-            (loss, aux), grads = jax.value_and_grad(loss_fn, argnums, has_aux=True)(zero, variance, others, weight)
-            return grads[0], (loss, aux, grads[1:])
-
-        if self.floor is None:
-            direction, (loss, aux, rest) = gradients({})
-            direction = {name: d.of_unit_scale(sites[name]) for name, d in direction.items()}
-            return loss, aux, direction, rest[1] if with_others else {}
-        # ∂loss/∂ε is linear in the gradients g_i = ∂loss/∂v_i = β_i/2, and `weight` adds to them. So the direction for
-        # floored β is the one for β plus the linear map applied to the difference, which is zero for most likelihoods.
-        direction, linear, (loss, aux, rest) = jax.linearize(gradients, variance, has_aux=True)
-        # Gradients have the factor of the loss, and so has the term that carries their change.
-        difference = {}
-        for name, g in rest[0].items():
-            factor = direction[name].factor(g.ndim - direction[name].scale.ndim)
-            difference[name] = jnp.maximum(g, 0.5 * self.floor * factor) / factor - g / factor
-        needed = jnp.stack([jnp.any(d != 0) for d in difference.values()] or [jnp.asarray(False)]).any()
-        correction = lax.cond(needed, linear, lambda _: jax.tree.map(jnp.zeros_like, direction), difference)
-        direction = jax.tree.map(jnp.add, direction, correction)
-        direction = {name: d.of_unit_scale(sites[name]) for name, d in direction.items()}
-        for name, value in sites.items():
-            if isinstance(value, DatumSites) and name in difference:
-                # A precision that the floor replaces is the floor to the last digit, and so never negative.
-                exact = 0.5 * (self.floor - value.Lambda2)
-                epsilon2 = jnp.where(difference[name] > 0.0, exact, direction[name].epsilon2)
-                direction[name] = dataclasses.replace(direction[name], epsilon2=epsilon2)
-        return loss, aux, direction, rest[1] if with_others else {}
+        argnums = (0, 1) if with_others else (0,)
+        (loss, aux), grads = jax.value_and_grad(loss_fn, argnums, has_aux=True)(zero, others)
+        direction = {name: d.of_unit_scale(sites[name]) for name, d in grads[0].items()}
+        return loss, aux, direction, grads[1] if with_others else {}
 
 
 def _moved(sites: Sites, direction: dict[str, Perturbation], rate: Array, damping: Array) -> Sites:
@@ -327,24 +293,4 @@ def _moved(sites: Sites, direction: dict[str, Perturbation], rate: Array, dampin
 
 def _unperturbed(sites: Sites) -> dict[str, Perturbed]:
     """Sites at zero perturbation: tells the guide that this is a training step, at the sites' own inputs."""
-    return {name: Perturbed(value, value.perturbation(for_step=False), []) for name, value in sites.items()}
-
-
-def _marginal_shapes(
-    fn: LossFn, sites: Sites, zero: dict[str, Perturbation], others: Params
-) -> dict[str, tuple[int, ...]]:
-    """Shape of the marginals that each site meets in the loss: an abstract trace, without arithmetic."""
-    perturbed = {name: Perturbed(value, zero[name], []) for name, value in sites.items()}
-    jax.eval_shape(lambda others: fn({**others, **perturbed})[0], others)
-    shapes = {}
-    for name, value in perturbed.items():
-        seen = set(value.marginals_seen)
-        if len(seen) > 1:
-            msg = (
-                f"The sites {name!r} meet marginals of shapes {sorted(seen)} in one evaluation of the loss. A GP site "
-                "is trained at one set of inputs; give each set its own site, or use `floor=None`."
-            )
-            raise ValueError(msg)
-        if seen:
-            shapes[name] = seen.pop()
-    return shapes
+    return {name: Perturbed(value, value.perturbation(for_step=False)) for name, value in sites.items()}

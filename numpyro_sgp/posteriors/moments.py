@@ -182,6 +182,6 @@ def perturbed_moments(
         sites: the sites expressed in that basis, where it is not the one they are held in.
         own_mean: the part of the mean that these sites make, (..., N), where the mean has other parts.
     """
-    mean, variance, extra = perturb_marginals(perturbed, a, q.mean, q.variance, own_mean)
+    mean, variance = perturb_marginals(perturbed, a, q.mean, q.variance, own_mean)
     kl = perturb_kl(perturbed.perturbation, perturbed.sites if sites is None else sites, q.kl)
-    return q._replace(mean=mean, variance=variance, kl=kl + extra)
+    return q._replace(mean=mean, variance=variance, kl=kl)

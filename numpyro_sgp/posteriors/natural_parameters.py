@@ -12,6 +12,7 @@ the backward pass that also differentiates the hyperparameters, and it passes th
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -45,11 +46,15 @@ class AbstractSites:
 
     needs_floor = False  # whether Λ₂ has to stay positive semi-definite
 
-    def perturbation(self, *, for_step: bool) -> "Perturbation":
-        """A zero perturbation of these sites; `for_step` adds what `natural_step` needs beside the direction."""
-        return Perturbation(
-            jnp.zeros_like(self.lambda1), jnp.zeros_like(self.Lambda2), scale=self._scale() if for_step else None
-        )
+    def perturbation(self, *, for_step: bool, floor: float | None = None) -> "Perturbation":
+        """A zero perturbation of these sites.
+
+        Args:
+            for_step: whether to add what `natural_step` needs beside the direction.
+            floor: the smallest precision of a datum, or None.
+        """
+        zeros = jnp.zeros_like(self.lambda1), jnp.zeros_like(self.Lambda2)
+        return Perturbation(*zeros, scale=self._scale() if for_step else None, floor=floor)
 
     def _scale(self) -> Array:
         return jnp.zeros(self.lambda1.shape[:-1], self.lambda1.dtype)
@@ -104,9 +109,9 @@ class TiedSites(AbstractSites):
         lambda1, Lambda2 = np.zeros((*batch_shape, M), dtype), np.zeros((*batch_shape, M, M), dtype)
         return cls(jnp.asarray(lambda1), jnp.asarray(Lambda2), anchor)
 
-    def perturbation(self, *, for_step: bool) -> "Perturbation":
+    def perturbation(self, *, for_step: bool, floor: float | None = None) -> "Perturbation":
         """A zero perturbation; with an anchor, a natural step starts from the sites as moved to where u is now."""
-        perturbation = super().perturbation(for_step=for_step)
+        perturbation = super().perturbation(for_step=for_step, floor=floor)
         if self.anchor is None or not for_step:
             return perturbation
         return dataclasses.replace(perturbation, moved=jax.tree.map(jnp.zeros_like, self))
@@ -148,23 +153,19 @@ class Perturbation:
     Args:
         epsilon1: dual to λ₁, same shape.
         epsilon2: dual to −½Λ₂, same shape as Λ₂.
-        variance: a zero added to each marginal variance, (..., N), or None; its gradient tells the precision of each
-            datum's own target, which a floor needs.
         moved: sites whose every number multiplies the corresponding number of the sites re-expressed at the current
             inducing variables, in an extra term of the loss that is zero at 0; so the gradient with respect to `moved`
             is those sites. None where the sites have no anchor.
-        weight: multiplies δv in an extra term of the loss that is zero at ε = 0, (..., N), or None; the derivative of
-            ∂loss/∂ε with respect to it carries a change of the data's variances' gradients into a change of direction.
         scale: a zero added to the divergence of each latent, (...), or None; its gradient is the factor of the
             divergence in the loss, which `handlers.scale` makes another than 1.
+        floor: smallest precision β = 2 ∂loss/∂v of a datum in the direction that is asked for, or None.
     """
 
     epsilon1: Array
     epsilon2: Array
     moved: TiedSites | None = None
-    variance: Array | None = None
-    weight: Array | None = None
     scale: Array | None = None
+    floor: float | None = dataclasses.field(default=None, metadata={"static": True})
 
     def factor(self, axes: int) -> Array:
         """The factor of the divergence with so many axes appended; 1 where the divergence is not in the loss."""
@@ -206,12 +207,10 @@ class Perturbed:
     Args:
         sites: the natural parameters at which the loss is evaluated.
         perturbation: zeros, to be differentiated.
-        marginals_seen: receives the (static) shape of the marginals when the loss is traced.
     """
 
     sites: AbstractSites
     perturbation: Perturbation
-    marginals_seen: list[tuple[int, ...]]
 
 
 def sites_of(value: Any) -> Any:
@@ -233,10 +232,33 @@ def _quadratic_at_zero_jvp(primals, tangents):
     return _quadratic_at_zero(epsilon2, a), jnp.sum(a * matmul(tangents[0], a), axis=-2)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _floored(delta_variance: Array, floor: float) -> Array:
+    """δv as it is; the direction that is asked for takes ∂loss/∂v to be at least floor/2.
+
+    δv depends on the perturbation ε alone. So this is a part of what a natural step asks for, and no parameter has a
+    gradient that passes through it.
+    """
+    del floor
+    return delta_variance
+
+
+def _floored_forward(delta_variance: Array, floor: float) -> tuple[Array, None]:
+    del floor
+    return delta_variance, None
+
+
+def _floored_backward(floor: float, _: None, g: Array) -> tuple[Array]:
+    return (jnp.maximum(g, 0.5 * floor),)  # NaN stays NaN
+
+
+_floored.defvjp(_floored_forward, _floored_backward)
+
+
 def perturb_marginals(
     perturbed: Perturbed, a: Array | None, mean: Array, variance: Array, own_mean: Array | None = None
-) -> tuple[Array, Array, Array]:
-    """The marginals and an extra zero, as functions of the perturbation: (m + δm, v + δv, Σ_i w_i δv_i).
+) -> tuple[Array, Array]:
+    """The marginals as functions of the perturbation, (m + δm, v + δv).
 
     Args:
         perturbed: sites and perturbation.
@@ -245,7 +267,6 @@ def perturb_marginals(
         variance: posterior variances, (..., N).
         own_mean: aᵀE[φ], the part of the mean that these sites make, (..., N), where the mean has other parts.
     """
-    perturbed.marginals_seen.append(variance.shape)
     perturbation, m = perturbed.perturbation, jax.lax.stop_gradient(mean if own_mean is None else own_mean)
     if a is None:
         delta_mean, quadratic = perturbation.epsilon1, perturbation.epsilon2
@@ -255,13 +276,11 @@ def perturb_marginals(
         held = perturbation.epsilon1.shape[-1] > 0
         delta_mean = matvec_transposed(a, perturbation.epsilon1) if held else jnp.zeros_like(m)
         quadratic = _quadratic_at_zero(perturbation.epsilon2, a)
-    delta_variance = quadratic - 2.0 * m * delta_mean
-    extra = jnp.zeros(variance.shape[:-1], variance.dtype)
-    if perturbation.weight is not None:
-        extra = jnp.sum(perturbation.weight * delta_variance, axis=-1)
-    if perturbation.variance is not None:
-        delta_variance = delta_variance + perturbation.variance
-    return mean + delta_mean, variance + delta_variance, extra
+    # In the shape of the marginals: what each of them contributes has a floor of its own.
+    delta_variance = jnp.broadcast_to(quadratic - 2.0 * m * delta_mean, variance.shape)
+    if perturbation.floor is not None:
+        delta_variance = _floored(delta_variance, perturbation.floor)
+    return mean + delta_mean, variance + delta_variance
 
 
 def perturb_kl(perturbation: Perturbation, sites: AbstractSites, kl: Array) -> Array:
