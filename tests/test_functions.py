@@ -13,17 +13,17 @@ from numpy.testing import assert_allclose, assert_array_equal
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import Predictive
+import oracles
 import pytest
 
 import numpyro_sgp as sgp
 from numpyro_sgp import kernels
 from numpyro_sgp.features.decomposition import term_features, terms
 from numpyro_sgp.kernels import Matern52, SquaredExponential
-from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, inducing_param
+from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, inducing_param, root_of_prior
 from numpyro_sgp.posteriors.functions import _draw_prior, _prior_at, sample_functions
-from numpyro_sgp.posteriors.moments import project
-from numpyro_sgp.posteriors.process import process_over_inducing, process_posterior
-from numpyro_sgp.posteriors.whitened.formulas import whitened
+from numpyro_sgp.posteriors.gaussian import InducingGaussian
+from numpyro_sgp.posteriors.process import process_posterior
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -415,20 +415,19 @@ def test_a_new_posterior_is_one_family():
     class Diagonal(AbstractPosteriorFamily):
         inducing: np.ndarray
 
-        def moments(self, param, prior, batch_shape):
+        def gaussian(self, param, prior, batch_shape):
             inducing = inducing_param(param, self.inducing, prior, False)
             m = param("m", jnp.zeros((*batch_shape, inducing.num_inducing)))
             log_s = param("log_s", jnp.zeros((*batch_shape, inducing.num_inducing)))
-            blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
-            return whitened(m, jnp.exp(log_s)[..., None] * jnp.eye(inducing.num_inducing), blocks.A, blocks.kff)
-
-        def process(self, fitted, q):
-            return process_over_inducing(self.moments, fitted, q)
+            S_sqrt = jnp.exp(log_s)[..., None] * jnp.eye(inducing.num_inducing)
+            return InducingGaussian(inducing, root_of_prior(inducing, prior), m, S_sqrt)
 
     guide = sgp.AutoSparseGP(plain, Diagonal(Z))
     params = arbitrary_parameters(plain, guide, X, y)
     params["f_auto_log_s"] = jnp.linspace(-2.0, 0.0, len(Z))
     expected = guide.posterior(jax.random.key(0), params, X_new)["f"]
+    S = np.diag(np.exp(2.0 * np.linspace(-2.0, 0.0, len(Z))))
+    assert_allclose(expected.kl, oracles.gaussian_kl(np.asarray(params["f_auto_m"]), S, np.eye(len(Z))), rtol=1e-10)
     q = process_posterior(guide, jax.random.key(0), params, X)["f"].posterior(X_new)
     assert_allclose(q.mean, expected.mean, rtol=1e-9)
     assert_allclose(q.covariance(), expected.covariance(), rtol=1e-8, atol=1e-10)
@@ -436,11 +435,25 @@ def test_a_new_posterior_is_one_family():
     check_moments(f(X_new), expected.mean, expected.covariance())
 
 
+def test_predictions_of_a_family_do_not_depend_on_how_it_writes_its_inputs():
+    class Rewritten(sgp.Whitened):
+        def moments(self, param, prior, batch_shape):
+            own = sgp.GaussianProcess(prior.kernel, prior.X * 1.0, jitter=prior.jitter)
+            return super().moments(param, own, batch_shape)
+
+    guide = sgp.AutoSparseGP(plain, Rewritten(Z))
+    params = arbitrary_parameters(plain, guide, X, y)
+    expected = guide.posterior(jax.random.key(0), params, X_new)["f"]
+    q = process_posterior(guide, jax.random.key(0), params, X)["f"].posterior(X_new)
+    assert_allclose(q.mean, expected.mean, rtol=1e-10)
+    assert_allclose(q.covariance(), expected.covariance(), rtol=1e-8, atol=1e-10)
+
+
 @pytest.mark.once
 def test_a_family_without_inducing_variables_of_its_own_is_refused_by_name():
     class Combined(sgp.Whitened):
-        def moments(self, param, prior, batch_shape):
-            return super().moments(param, prior, batch_shape)._replace(posterior_root=None)
+        def gaussian(self, *_):
+            return None
 
     guide = sgp.AutoSparseGP(plain, Combined(Z))
     params = arbitrary_parameters(plain, guide, X, y)

@@ -34,7 +34,7 @@ LAYERS = [
     # What knows NumPyro.
     "distributions",
     "optim",
-    "posteriors/variables",
+    "posteriors/gaussian",
     "posteriors/process",
     "posteriors/family",
     "posteriors/functions",

@@ -20,7 +20,7 @@ def gauss_hermite(num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
         ValueError: `num_nodes` is not a positive integer.
 
     Example:
-        >>> from numpyro_sgp.quadrature import gauss_hermite
+        >>> from numpyro_sgp.math.quadrature import gauss_hermite
         >>> nodes, weights = gauss_hermite(3)
         >>> float((weights * nodes**4).sum().round(12))  # the fourth moment of a standard normal
         3.0

@@ -1,4 +1,4 @@
-"""What a posterior family is: a parametrisation of q(u) that declares its parameters and returns moments.
+"""What a posterior family is: a parametrisation of q(u), with its parameters.
 
 A guide runs the model and calls the family of each GP site; a new posterior is one family. Here too is what families
 share: inducing variables among the parameters, and options given by site.
@@ -19,9 +19,10 @@ from numpyro_sgp._internal.pytrees import own_copy
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.inducing import AbstractInducing, GrowingInducing, as_inducing, check_width
+from numpyro_sgp.math.linalg import cholesky
+from numpyro_sgp.posteriors.gaussian import FittedParameters, InducingGaussian, Parameters
 from numpyro_sgp.posteriors.moments import Moments
-from numpyro_sgp.posteriors.process import ProcessPosterior, TableProcess
-from numpyro_sgp.posteriors.variables import Fitted
+from numpyro_sgp.posteriors.process import ProcessPosterior, TableProcess, process_over
 
 __all__ = [
     "AbstractPosteriorFamily",
@@ -32,6 +33,7 @@ __all__ = [
     "inducing_param",
     "is_initial",
     "refuse_growing",
+    "root_of_prior",
     "started_at",
 ]
 
@@ -40,7 +42,7 @@ Inducing = ArrayLike | AbstractInducing | Callable[[Callable, Array, Array], Arr
 
 
 class AbstractPosteriorFamily(ABC):
-    """A parametrisation of q(u): declares its parameters and returns the moments at the inputs of a prior.
+    """A parametrisation of q(u). A new one has to say what its Gaussian is: training and predictions follow.
 
     Attributes:
         over_weights: whether u are the weights of a kernel of finite rank, and not those of inducing variables.
@@ -56,31 +58,43 @@ class AbstractPosteriorFamily(ABC):
         return None
 
     @abstractmethod
-    def moments(
-        self, param: Callable[[str, Any], Any], prior: GaussianProcess, batch_shape: tuple[int, ...]
-    ) -> Moments:
-        """Moments of q(f(X)).
+    def gaussian(
+        self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]
+    ) -> InducingGaussian | None:
+        """q(u); None for a family that has none, and gives `moments` and `process` itself.
 
         Args:
-            param: `param(symbol, init)` declares a parameter of this site and returns its value, and
-                `param.state(symbol, init)` mutable state, a dict of arrays that a loss keeps; `param.initial`, if it
-                has that, are the symbols whose parameters had no value yet.
-            prior: the prior at the inputs where the posterior is wanted.
+            param: declares the parameters of this site, or looks them up.
+            prior: its kernel and jitter; the inputs do not matter.
             batch_shape: one latent for each entry.
         """
 
-    @abstractmethod
-    def process(self, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | TableProcess | None:
+    def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+        """Moments of q(f(X)): those of `gaussian`, where a family has no shorter way to them.
+
+        Args:
+            param: declares the parameters of this site and returns their values. `param.initial`, if it has that, are
+                the symbols of those that had no value yet.
+            prior: the prior at the inputs where the posterior is wanted.
+            batch_shape: one latent for each entry.
+        """
+        q = self.gaussian(param, prior, batch_shape)
+        assert q is not None, f"{type(self).__name__} has no `gaussian`, and must have `moments`."
+        return q.moments(prior.kernel, prior.X)
+
+    def process(self, fitted: FittedParameters, q: SparsePosterior) -> ProcessPosterior | TableProcess | None:
         """q(f) as a process, factorised; None where it is no Gaussian in variables of its own.
 
         Args:
-            fitted: `fitted(symbol)` is the value of a parameter of this site, or of its mutable state.
+            fitted: the fitted parameters of this site, and its mutable state.
             q: the posterior at some inputs.
         """
+        found = self.gaussian(fitted, q.prior, q.batch_shape)
+        return None if found is None else process_over(found, q)
 
 
 def inducing_param(
-    param: Callable[[str, Any], Any],
+    param: Parameters,
     inducing: Inducing,
     prior: GaussianProcess,
     learn_inducing: bool,
@@ -109,6 +123,11 @@ def inducing_param(
     value = param(symbol, init)
     check_width(value, prior.X, argument)
     return value if learn_inducing else jax.lax.stop_gradient(value)
+
+
+def root_of_prior(inducing: AbstractInducing, prior: GaussianProcess) -> Array:
+    """The Cholesky factor of Kuu, with the prior's jitter, (..., M, M)."""
+    return cholesky(inducing.Kuu(prior.kernel), prior.relative_jitter)
 
 
 def is_initial(param: Any, *symbols: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 from jax import Array
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
@@ -18,10 +19,10 @@ from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.inducing import AbstractInducing, InducingPoints, check_new_inputs
 from numpyro_sgp.math.linalg import matmul, matvec_transposed, solve_lower, solve_lower_transposed
 from numpyro_sgp.posteriors.dual.formulas import dense_weights
+from numpyro_sgp.posteriors.gaussian import FittedParameters, InducingGaussian
 from numpyro_sgp.posteriors.mean_basis import AbstractMeanBasis
 from numpyro_sgp.posteriors.moments import moments
 from numpyro_sgp.posteriors.natural_parameters import DatumSites
-from numpyro_sgp.posteriors.variables import Fitted, Variables
 
 __all__ = [
     "Guide",
@@ -31,10 +32,8 @@ __all__ = [
     "UnknownFamilyError",
     "dense_process",
     "drawable_of",
-    "process_from_moments",
     "process_of",
     "process_over",
-    "process_over_inducing",
     "process_posterior",
 ]
 
@@ -167,27 +166,26 @@ class MeanPart(NamedTuple):
 
 
 def process_over(
-    variables: Variables, m: Array, R: Array, q: SparsePosterior, part: MeanPart | None = None
+    gaussian: InducingGaussian, q: SparsePosterior, part: MeanPart | None = None, kernel: Callable | None = None
 ) -> ProcessPosterior:
-    """The process with q(v) = N(m, RᵀR), whose mean has at u what m says, and elsewhere what a part of it adds.
+    """The process with a Gaussian q(u).
 
     Args:
-        variables: v and what they are whitened by.
-        m: (..., M).
-        R: (..., M, M).
+        gaussian: q(u).
         q: the posterior at any inputs.
         part: a part of the mean with a basis of its own: m(x) = k_xu Kuu⁻¹m(u) + g(x) − k_xu Kuu⁻¹g(u).
+        kernel: of the process, where it is not the prior's.
     """
-    L = variables.L
+    L, m = gaussian.L, jnp.broadcast_to(gaussian.m, (*q.batch_shape, gaussian.m.shape[-1]))
     own = m if part is None or part.projected is None else m - part.projected
     return ProcessPosterior(
-        kernel=variables.kernel,
+        kernel=q.prior.kernel if kernel is None else kernel,
         mean_function=q.prior.mean_function,
-        inducing=variables.inducing,
+        inducing=gaussian.inducing,
         L=L,
         a=solve_lower_transposed(L, own[..., None])[..., 0],
         m=m,
-        R=R,
+        R=jnp.swapaxes(gaussian.S_sqrt, -1, -2),
         W_sqrt=None,
         mean_basis=None if part is None else part.basis,
         mean_weights=None if part is None else part.weights,
@@ -195,28 +193,6 @@ def process_over(
         jitter=q.prior.relative_jitter,
         batch_shape=q.batch_shape,
     )
-
-
-def process_from_moments(
-    moments: Callable, variables: Variables, fitted: Fitted, q: SparsePosterior, part: MeanPart | None = None
-) -> ProcessPosterior | None:
-    """The process whose q(v) is read off the moments of a family; None where it is no Gaussian in these variables.
-
-    Args:
-        moments: the method of the family.
-        variables: v and what they are whitened by.
-        fitted: fitted values of the site.
-        q: the posterior at any inputs.
-        part: a part of the mean with a basis of its own.
-    """
-    found = variables.gaussian(moments, fitted, q)
-    return None if found is None else process_over(variables, *found, q, part)
-
-
-def process_over_inducing(moments: Callable, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | None:
-    """The process of a family whose q(u) is a Gaussian in the inducing variables that it declares as "inducing"."""
-    variables = Variables.of(fitted("inducing"), q.prior.kernel, q.prior.relative_jitter)
-    return process_from_moments(moments, variables, fitted, q)
 
 
 def dense_process(sites: DatumSites, q: SparsePosterior) -> ProcessPosterior:
@@ -250,7 +226,7 @@ def drawable_of(
 ) -> ProcessPosterior | TableProcess:
     """What functions of a GP site are drawn from; see `process_of`."""
     family = guide.family(site)
-    found = family.process(Fitted(params, site, guide.prefix), q)
+    found = family.process(FittedParameters(params, site, guide.prefix), q)
     if found is None:
         raise UnknownFamilyError(_without_process(family, site))
     return found

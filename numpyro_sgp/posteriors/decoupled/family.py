@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import Array
@@ -33,13 +33,19 @@ from numpyro_sgp.posteriors.decoupled.formulas import (
     residual_variance,
     solve,
 )
-from numpyro_sgp.posteriors.dual.formulas import natural_mean, natural_whitened
-from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, Inducing, inducing_param, refuse_growing
+from numpyro_sgp.posteriors.dual.formulas import natural_mean, natural_mean_and_root, natural_whitened
+from numpyro_sgp.posteriors.family import (
+    AbstractPosteriorFamily,
+    Inducing,
+    inducing_param,
+    refuse_growing,
+    root_of_prior,
+)
+from numpyro_sgp.posteriors.gaussian import FittedParameters, InducingGaussian, Parameters, root_of_points
 from numpyro_sgp.posteriors.mean_basis import InducingMean
 from numpyro_sgp.posteriors.moments import Moments, Projection, perturbed_moments, project
 from numpyro_sgp.posteriors.natural_parameters import Perturbed, TiedSites, sites_of
-from numpyro_sgp.posteriors.process import MeanPart, ProcessPosterior, process_from_moments, process_over_inducing
-from numpyro_sgp.posteriors.variables import Fitted, Variables
+from numpyro_sgp.posteriors.process import MeanPart, ProcessPosterior, process_over
 from numpyro_sgp.posteriors.whitened.formulas import whitened
 
 __all__ = ["Decoupled", "Parametrization"]
@@ -155,7 +161,7 @@ class Decoupled(AbstractPosteriorFamily):
         # Nor with "solve": its two Gaussians are independent of each other, and a datum moves both means at once.
         return self.mean_inducing is None
 
-    def moments(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+    def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         gamma = beta = None
         if self.mean_inducing is not None:
             gamma = self._inducing(param, self.mean_inducing, prior, "mean_inducing", "mean_inducing")
@@ -189,31 +195,56 @@ class Decoupled(AbstractPosteriorFamily):
         squared = self._norm(a, prior.kernel, gamma, t, Span(beta, blocks.L, fixed_t))
         return block.perturb(orthogonal(block.q, function, t, squared))
 
-    def process(self, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | None:
+    def gaussian(
+        self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]
+    ) -> InducingGaussian | None:
+        found = self._gaussian_and_part(param, prior, batch_shape)
+        return None if found is None else found[0]
+
+    def process(self, fitted: FittedParameters, q: SparsePosterior) -> ProcessPosterior | None:
+        found = self._gaussian_and_part(fitted, q.prior, q.batch_shape)
+        return None if found is None else process_over(found[0], q, found[1])
+
+    def _gaussian_and_part(
+        self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]
+    ) -> tuple[InducingGaussian, MeanPart | None] | None:
+        """q(u), and the part of the mean that has a basis of its own; None without a covariance basis."""
         if self.cov_inducing is None:
             return None
-        if self.mean_inducing is None:
-            return process_over_inducing(self.moments, fitted, q)
-        kernel, jitter = q.prior.kernel, q.prior.relative_jitter
-        beta, gamma = fitted("inducing"), fitted("mean_inducing")
-        if self.parametrization == "solve":
-            both = Variables.of_two(beta, gamma, kernel, jitter)
-            return None if both is None else process_from_moments(self.moments, both, fitted, q)
-        variables = Variables.of(beta, kernel, jitter)
+        kernel, jitter = prior.kernel, prior.relative_jitter
+        beta, gamma = self._inducing(param, self.cov_inducing, prior, "inducing", "cov_inducing"), None
+        if self.mean_inducing is not None:
+            gamma = self._inducing(param, self.mean_inducing, prior, "mean_inducing", "mean_inducing")
+        if self.parametrization == "full" and gamma is not None:
+            m, S_sqrt = natural_mean_and_root(*self._precision(param, prior, batch_shape, beta))
+        else:
+            m, S_sqrt = self._mean_and_root(param, prior, batch_shape, beta, "", self.init_from)
+        if self.parametrization == "solve" and gamma is not None:
+            both = root_of_points(beta, gamma, kernel, jitter)
+            if both is None:
+                return None
+            own = self._mean_and_root(param, prior, batch_shape, gamma, "mean_", None)
+            m = jnp.concatenate([m, own[0]], axis=-1)
+            return InducingGaussian(*both, m, _block_diagonal(S_sqrt, own[1])), None
+        L = root_of_prior(beta, prior)
+        if gamma is None:
+            return InducingGaussian(beta, L, m, S_sqrt), None
         # m(x) = k_xu Kuu⁻¹m(u) + (k_xγ − k_xu Kuu⁻¹K_uγ)a, whatever of the second part the family has in m(u).
-        coefficients = fitted("a")
-        a = coefficients.values * coefficient_units(coefficients, gamma, kernel)
-        part = MeanPart(InducingMean(gamma), a, mean_projected(kernel, variables.L, beta, gamma, a))
-        return process_from_moments(self.moments, variables, fitted, q, part)
+        span = beta if self.parametrization == "orthogonal" else None
+        value, unit = self._coefficients(param, prior, batch_shape, gamma, span, L)
+        a = coefficients_of(value).values * unit
+        t = mean_projected(kernel, L, beta, gamma, a)
+        m = m if self.parametrization == "orthogonal" else m + t
+        return InducingGaussian(beta, L, m, S_sqrt), MeanPart(InducingMean(gamma), a, t)
 
     def _inducing(
-        self, param: Callable, inducing: Inducing, prior: GaussianProcess, symbol: str, argument: str
+        self, param: Parameters, inducing: Inducing, prior: GaussianProcess, symbol: str, argument: str
     ) -> AbstractInducing:
         return inducing_param(param, inducing, prior, self.learn_inducing, symbol, argument)
 
     def _gaussian(
         self,
-        param: Callable,
+        param: Parameters,
         prior: GaussianProcess,
         batch_shape: tuple[int, ...],
         inducing: AbstractInducing,
@@ -222,21 +253,48 @@ class Decoupled(AbstractPosteriorFamily):
         init_from: RegressionPosterior | None,
     ) -> _Block:
         """A free Gaussian over whitened inducing variables, by sites or by mean and root."""
-        M, dtype = inducing.num_inducing, prior.X.dtype
         if self.natural:
-            zeros = TiedSites.zeros(batch_shape, M, dtype)
-            value = param(f"{prefix}sites", started_sites(zeros, init_from, "natural", inducing, prior.X))
+            value = self._block_sites(param, prior, batch_shape, inducing, prefix, init_from)
             sites = sites_of(value)
             return _Block(natural_whitened(sites.lambda1, sites.Lambda2, blocks.A, blocks.kff), None, value)
+        m, S_sqrt = self._mean_and_root(param, prior, batch_shape, inducing, prefix, init_from)
+        return _Block(whitened(m, S_sqrt, blocks.A, blocks.kff), m, None)
+
+    def _block_sites(
+        self,
+        param: Parameters,
+        prior: GaussianProcess,
+        batch_shape: tuple[int, ...],
+        inducing: AbstractInducing,
+        prefix: str,
+        init_from: RegressionPosterior | None,
+    ) -> Any:
+        zeros = TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype)
+        return param(f"{prefix}sites", started_sites(zeros, init_from, "natural", inducing, prior.X))
+
+    def _mean_and_root(
+        self,
+        param: Parameters,
+        prior: GaussianProcess,
+        batch_shape: tuple[int, ...],
+        inducing: AbstractInducing,
+        prefix: str,
+        init_from: RegressionPosterior | None,
+    ) -> tuple[Array, Array]:
+        """Mean and triangular root of a free Gaussian over whitened inducing variables."""
+        if self.natural:
+            sites = sites_of(self._block_sites(param, prior, batch_shape, inducing, prefix, init_from))
+            return natural_mean_and_root(sites.lambda1, sites.Lambda2)
+        M, dtype = inducing.num_inducing, prior.X.dtype
         start = jnp.zeros(M, dtype), jnp.eye(M, dtype=dtype)
         m, S_sqrt = started_mean_and_root(
             param, batch_shape, start, init_from, "whitened", inducing, prior.X, prefix=prefix
         )
-        return _Block(whitened(m, jnp.tril(S_sqrt), blocks.A, blocks.kff), m, None)
+        return m, jnp.tril(S_sqrt)
 
     def _coefficients(
         self,
-        param: Callable,
+        param: Parameters,
         prior: GaussianProcess,
         batch_shape: tuple[int, ...],
         gamma: AbstractInducing,
@@ -316,7 +374,7 @@ class Decoupled(AbstractPosteriorFamily):
 
     def _full(
         self,
-        param: Callable,
+        param: Parameters,
         prior: GaussianProcess,
         batch_shape: tuple[int, ...],
         gamma: AbstractInducing,
@@ -332,7 +390,7 @@ class Decoupled(AbstractPosteriorFamily):
 
     def _covariance(
         self,
-        param: Callable,
+        param: Parameters,
         prior: GaussianProcess,
         batch_shape: tuple[int, ...],
         beta: AbstractInducing | None,
@@ -348,12 +406,7 @@ class Decoupled(AbstractPosteriorFamily):
         blocks = project(beta, kernel, prior.X, prior.relative_jitter)
         if not self.natural:
             refuse_growing(beta, 'the covariance of `parametrization="full"` with `natural=False`')
-            M = beta.num_inducing
-            start = jnp.broadcast_to(_START_OF_ROOT * jnp.eye(M, dtype=dtype), (*batch_shape, M, M))
-            B_sqrt = jnp.tril(param("B_sqrt", start))
-            # With Kuu = I, B is the precision of sites above the prior's.
-            B = matmul(B_sqrt, jnp.swapaxes(B_sqrt, -1, -2))
-            return natural_whitened(jnp.zeros(B.shape[:-1], dtype), B, blocks.A, blocks.kff)
+            return natural_whitened(*self._precision(param, prior, batch_shape, beta), blocks.A, blocks.kff)
         value = param("sites", TiedSites.zeros(batch_shape, beta.num_inducing, dtype))
         # Only Λ₂ = B is used: the mean is not of this basis, and λ₁ has no gradient.
         sites = dataclasses.replace(sites_of(value), lambda1=jnp.zeros_like(sites_of(value).lambda1))
@@ -361,6 +414,26 @@ class Decoupled(AbstractPosteriorFamily):
         if isinstance(value, Perturbed):
             q = perturbed_moments(value, blocks.A, q, sites, own_mean=jnp.zeros_like(q.mean))
         return q
+
+    def _precision(
+        self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...], beta: AbstractInducing
+    ) -> tuple[Array, Array]:
+        """Whitened sites of the covariance of "full": no λ₁, and the precision B above the prior's."""
+        M, dtype = beta.num_inducing, prior.X.dtype
+        if self.natural:
+            B = sites_of(param("sites", TiedSites.zeros(batch_shape, M, dtype))).Lambda2
+        else:
+            start = jnp.broadcast_to(_START_OF_ROOT * jnp.eye(M, dtype=dtype), (*batch_shape, M, M))
+            B_sqrt = jnp.tril(param("B_sqrt", start))
+            B = matmul(B_sqrt, jnp.swapaxes(B_sqrt, -1, -2))
+        return jnp.zeros(B.shape[:-1], dtype), B
+
+
+def _block_diagonal(first: Array, second: Array) -> Array:
+    batch = jnp.broadcast_shapes(first.shape[:-2], second.shape[:-2])
+    M, M_own = first.shape[-1], second.shape[-1]
+    whole = jnp.zeros((*batch, M + M_own, M + M_own), first.dtype)
+    return whole.at[..., :M, :M].set(first).at[..., M:, M:].set(second)
 
 
 def _holds(gamma: AbstractInducing, X: Array) -> bool | None:

@@ -46,6 +46,7 @@ __all__ = [
     "dual_per_datum",
     "dual_projected",
     "natural_mean",
+    "natural_mean_and_root",
     "natural_whitened",
     "projected_at",
     "root_of_precision",
@@ -106,6 +107,18 @@ class Whitened(NamedTuple):
     m: Array
     L_P_inverse: Array
     explained: Array
+
+
+def natural_mean_and_root(lambda1: Array, Lambda2: Array) -> tuple[Array, Array]:
+    """M = P⁻¹λ̃, (..., M), and the upper triangular root L_P⁻ᵀ of the covariance P⁻¹, P = I + Λ̃ = L_P L_Pᵀ.
+
+    Args:
+        lambda1: whitened sites λ̃, (..., M).
+        Lambda2: whitened sites Λ̃, (..., M, M).
+    """
+    _, L_P_inverse = root_of_precision(jnp.eye(Lambda2.shape[-1], dtype=Lambda2.dtype) + Lambda2)
+    m = matvec_transposed(L_P_inverse, matvec(L_P_inverse, lambda1))
+    return m, jnp.swapaxes(L_P_inverse, -1, -2)
 
 
 @as_one_program

@@ -15,9 +15,9 @@ from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.sparse_regression import RegressionPosterior, started_sites
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, InducingPoints
-from numpyro_sgp.math.linalg import diagonal, solve_lower, with_jitter
-from numpyro_sgp.posteriors.dual.formulas import dual_dense, dual_per_datum
-from numpyro_sgp.posteriors.dual.tied import tied
+from numpyro_sgp.math.linalg import diagonal, matmul, matvec, solve_lower, with_jitter
+from numpyro_sgp.posteriors.dual.formulas import dual_dense, dual_per_datum, natural_mean_and_root
+from numpyro_sgp.posteriors.dual.tied import tied, tied_mean_and_root
 from numpyro_sgp.posteriors.family import (
     AbstractPosteriorFamily,
     Inducing,
@@ -27,12 +27,13 @@ from numpyro_sgp.posteriors.family import (
     inducing_param,
     is_initial,
     refuse_growing,
+    root_of_prior,
     started_at,
 )
+from numpyro_sgp.posteriors.gaussian import FittedParameters, InducingGaussian, Parameters
 from numpyro_sgp.posteriors.moments import Moments, perturbed_moments, project
 from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed, TiedSites, sites_of
-from numpyro_sgp.posteriors.process import ProcessPosterior, dense_process, process_over_inducing
-from numpyro_sgp.posteriors.variables import Fitted
+from numpyro_sgp.posteriors.process import ProcessPosterior, TableProcess, dense_process
 
 __all__ = ["AutoTSVGP", "Dual"]
 
@@ -93,7 +94,7 @@ class Dual(AbstractPosteriorFamily):
                 msg = f"`{name}` must be one of {known}, got {value!r}. The default is {known[0]!r}."
                 raise ValueError(msg)
 
-    def moments(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+    def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         if self.inducing is None:
             return self._dense(param, prior, batch_shape)
         inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
@@ -102,20 +103,42 @@ class Dual(AbstractPosteriorFamily):
             return self._per_datum(param, prior, batch_shape, inducing)
         return self._tied(param, prior, batch_shape, inducing)
 
-    def process(self, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | None:
+    def gaussian(
+        self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]
+    ) -> InducingGaussian | None:
         if self.inducing is None:
-            return dense_process(fitted("sites"), q)
-        return process_over_inducing(self.moments, fitted, q)
+            return None
+        inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
+        sites = sites_of(self._sites(param, prior, batch_shape, inducing))
+        kernel, jitter = prior.kernel, prior.relative_jitter
+        if isinstance(sites, DatumSites):
+            L = root_of_prior(inducing, prior)
+            A = solve_lower(L, inducing.Kuf(kernel, sites.fixed_X))
+            Lambda2 = matmul(A * sites.Lambda2[..., None, :], jnp.swapaxes(A, -1, -2))
+            return InducingGaussian(inducing, L, *natural_mean_and_root(matvec(A, sites.lambda1), Lambda2))
+        Kuv = None if sites.anchor is None else shared_covariance(inducing, sites.anchor, kernel, jitter)
+        Kuu = with_jitter(inducing.Kuu(kernel), jitter)
+        return InducingGaussian(inducing, *tied_mean_and_root(self.tie, sites.lambda1, sites.Lambda2, Kuu, Kuv))
+
+    def process(self, fitted: FittedParameters, q: SparsePosterior) -> ProcessPosterior | TableProcess | None:
+        return dense_process(fitted("sites"), q) if self.inducing is None else super().process(fitted, q)
+
+    def _sites(
+        self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: AbstractInducing
+    ) -> Any:
+        if self.sites == "per_datum":
+            zeros, basis = DatumSites.zeros(batch_shape, prior.X), "datum"
+        else:
+            # In buffers of its own: a state that has one twice cannot be donated.
+            anchor = own_copy(inducing) if self.learn_inducing and self.tie == "projection" else None
+            zeros = TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype, anchor)
+            basis = self.tie
+        return param("sites", started_sites(zeros, self.init_from, basis, inducing, prior.X))
 
     def _tied(
-        self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: AbstractInducing
+        self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: AbstractInducing
     ) -> Moments:
-        anchor = None
-        if self.learn_inducing and self.tie == "projection":
-            # In buffers of its own: a state that has one twice cannot be donated.
-            anchor = own_copy(inducing)
-        zeros = TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype, anchor)
-        value = param("sites", started_sites(zeros, self.init_from, self.tie, inducing, prior.X))
+        value = self._sites(param, prior, batch_shape, inducing)
         if self.init_from is None and is_initial(param, "sites"):
             return at_prior(prior.kernel, prior.X)
         sites = sites_of(value)
@@ -135,10 +158,9 @@ class Dual(AbstractPosteriorFamily):
         return perturbed_moments(value, fixed.projections(), q.moments, sites)
 
     def _per_datum(
-        self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: AbstractInducing
+        self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: AbstractInducing
     ) -> Moments:
-        zeros = DatumSites.zeros(batch_shape, prior.X)
-        value = param("sites", started_sites(zeros, self.init_from, "datum", inducing, prior.X))
+        value = self._sites(param, prior, batch_shape, inducing)
         kernel, jitter = prior.kernel, prior.relative_jitter
         L, _, A, kff = project(inducing, kernel, prior.X, jitter)
         if isinstance(value, Perturbed):
@@ -148,7 +170,7 @@ class Dual(AbstractPosteriorFamily):
         A_sites = solve_lower(L, inducing.Kuf(kernel, value.fixed_X))
         return dual_per_datum(value.lambda1, value.Lambda2, A_sites, A, kff)
 
-    def _dense(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+    def _dense(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         zeros = DatumSites.zeros(batch_shape, prior.X)
         value = param("sites", started_sites(zeros, self.init_from, "datum", None, prior.X))
         kernel, kff = prior.kernel, prior.kernel(prior.X)

@@ -23,10 +23,17 @@ from numpyro_sgp.math.linalg import (
     symmetric_product,
     transposed,
 )
-from numpyro_sgp.posteriors.dual.formulas import Whitened, by_posterior_root, by_sites, curvature, whitened_moments
+from numpyro_sgp.posteriors.dual.formulas import (
+    Whitened,
+    by_posterior_root,
+    by_sites,
+    curvature,
+    natural_mean_and_root,
+    whitened_moments,
+)
 from numpyro_sgp.posteriors.moments import Moments, given_tangents, tangents_like
 
-__all__ = ["Tie", "Tied", "tied"]
+__all__ = ["Tie", "Tied", "tied", "tied_mean_and_root"]
 
 Tie = Literal["projection", "covariance"]
 
@@ -107,6 +114,16 @@ def _whitened_sites(
         return matvec_transposed(root.L, lambda1), congruence_of_upper(transposed(root.L), Lambda2), None
     moving = matmul(Lu, Lambda2)
     return matvec(Lu, lambda1), symmetric_product(moving, Lu), moving
+
+
+def tied_mean_and_root(
+    tie: Tie, lambda1: Array, Lambda2: Array, Kuu: Array, Kuv: Array | None = None
+) -> tuple[Array, Array, Array]:
+    """L with L Lᵀ = Kuu, and mean and root of q(v), u = L v; the arguments are those of `tied`."""
+    root = root_of(Kuu)
+    Lu = None if Kuv is None else root.whiten(Kuv)
+    linear, precision, _ = _whitened_sites(tie, root, Lu, lambda1, Lambda2)
+    return root.L, *natural_mean_and_root(linear, precision)
 
 
 @partial(as_one_program, static_argnums=0)

@@ -17,8 +17,9 @@ from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.features import as_finite_rank
 from numpyro_sgp.features.finite_rank import has_correlated_weights
 from numpyro_sgp.inducing import AbstractInducing, InducingPoints, subset
-from numpyro_sgp.math.linalg import matmul, matvec, solve_lower, solve_lower_transposed
+from numpyro_sgp.math.linalg import cholesky, matmul, matvec, solve_lower, solve_lower_transposed
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, Inducing, at_prior, inducing_param, is_initial
+from numpyro_sgp.posteriors.gaussian import FittedParameters, InducingGaussian, Parameters
 from numpyro_sgp.posteriors.mean_basis import TableDraw, TableMean
 from numpyro_sgp.posteriors.moments import Moments, project
 from numpyro_sgp.posteriors.process import MeanPart, ProcessPosterior, TableProcess, process_over
@@ -44,7 +45,6 @@ from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import (
     limit_of,
     numbers_of,
 )
-from numpyro_sgp.posteriors.variables import Fitted, Variables
 from numpyro_sgp.posteriors.whitened.formulas import whitened
 
 __all__ = ["ControlForm", "Covariance", "QuadruplyStochastic"]
@@ -97,7 +97,7 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
     def __post_init__(self) -> None:
         _check_options(self)
 
-    def moments(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+    def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         kernel, X = as_finite_rank(prior.kernel), prior.X
         if batch_shape:
             msg = (
@@ -119,7 +119,11 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
             return self._estimated(kernel, X, basis, given, scale)
         return self._exact(kernel, X, basis, given, predicting=bool(getattr(param, "predicting", True)))
 
-    def process(self, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | TableProcess:
+    def gaussian(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> None:
+        """None: the weights of the mean are too many for a Gaussian over inducing variables alone."""
+        del param, prior, batch_shape
+
+    def process(self, fitted: FittedParameters, q: SparsePosterior) -> ProcessPosterior | TableProcess:
         prior, table = q.prior, fitted("basis")
         kernel, numbers = limit_of(prior.kernel), numbers_of(prior.kernel, table.size)
         options = {"width": prior.X.shape[-1], "whiten": not self.relevance}
@@ -128,11 +132,11 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
         basis = TableMean(prior.kernel, table, **options)
         limit = GaussianProcess(kernel, prior.X, jitter=prior.jitter)
         inducing, m, S_sqrt = self.inducing_posterior(fitted, limit)
-        variables, known = Variables.of(inducing, kernel, limit.relative_jitter), None
+        L, known = cholesky(inducing.Kuu(kernel), limit.relative_jitter), None
         if isinstance(inducing, InducingPoints):
             # The weights say what u does not: their function less its interpolation from u.
-            known = solve_lower(variables.L, basis.mean_at(kernel, inducing.Z, numbers)[:, None])[:, 0]
-        return process_over(variables, m, S_sqrt.T, q, MeanPart(basis, numbers, known))
+            known = solve_lower(L, basis.mean_at(kernel, inducing.Z, numbers)[:, None])[:, 0]
+        return process_over(InducingGaussian(inducing, L, m, S_sqrt), q, MeanPart(basis, numbers, known), kernel)
 
     # The parameters.
 
@@ -176,7 +180,7 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
             control = Control.at(points, kernel, not self.relevance, float(jitter))
         return Table(jnp.zeros((rank, columns), X.dtype), control, self.basis_batch, k)
 
-    def inducing_posterior(self, param: Callable, limit: GaussianProcess) -> tuple[AbstractInducing, Array, Array]:
+    def inducing_posterior(self, param: Parameters, limit: GaussianProcess) -> tuple[AbstractInducing, Array, Array]:
         """The inducing variables u = L v, and q(v) = N(m, S_sqrt S_sqrtᵀ) by m and the lower root S_sqrt."""
         made = _some_inputs if self.inducing is None else self.inducing
         inducing = inducing_param(param, made, limit, False)
@@ -185,7 +189,7 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
         m = param("m", jnp.zeros(M, dtype)) if isinstance(inducing, InducingPoints) else jnp.zeros(M, dtype)
         return inducing, m, jnp.tril(param("S_sqrt", jnp.eye(M, dtype=dtype)))
 
-    def _inducing_part(self, param: Callable, prior: GaussianProcess, kernel: Any) -> "_InducingPart":
+    def _inducing_part(self, param: Parameters, prior: GaussianProcess, kernel: Any) -> "_InducingPart":
         limit = GaussianProcess(limit_of(kernel), prior.X, jitter=prior.jitter)
         inducing, m, S_sqrt = self.inducing_posterior(param, limit)
         blocks = project(inducing, limit.kernel, limit.X, limit.relative_jitter)

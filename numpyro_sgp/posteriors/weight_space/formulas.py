@@ -12,10 +12,17 @@ import jax.numpy as jnp
 
 from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.math.linalg import diagonal, matvec, matvec_transposed, mirrored
-from numpyro_sgp.posteriors.dual.formulas import Whitened, by_posterior_root, by_sites, curvature, whitened_moments
+from numpyro_sgp.posteriors.dual.formulas import (
+    Whitened,
+    by_posterior_root,
+    by_sites,
+    curvature,
+    natural_mean_and_root,
+    whitened_moments,
+)
 from numpyro_sgp.posteriors.moments import Moments, given_tangents, tangents_like
 
-__all__ = ["weight_space", "weight_space_mean"]
+__all__ = ["tempered_mean_and_root", "weight_space", "weight_space_mean"]
 
 
 def tempering(trace: Array) -> Array:
@@ -35,6 +42,12 @@ def tempering(trace: Array) -> Array:
     larger = jnp.where(beyond, x, 1.0)
     smaller = jnp.where(beyond, 1.0 / larger, x)
     return 1.0 / (larger * (1.0 + smaller**4) ** 0.25)
+
+
+def tempered_mean_and_root(lambda1: Array, Lambda2: Array) -> tuple[Array, Array]:
+    """Mean and upper triangular root of q(v) from whitened sites, both tempered; see `natural_mean_and_root`."""
+    alpha = tempering(jnp.sum(diagonal(Lambda2), axis=-1))
+    return natural_mean_and_root(alpha[..., None] * lambda1, alpha[..., None, None] * Lambda2)
 
 
 @jax.custom_jvp

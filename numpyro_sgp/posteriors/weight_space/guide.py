@@ -12,8 +12,7 @@ from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_sgp._internal.checks import positive
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
-from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
-from numpyro_sgp.features import as_finite_rank
+from numpyro_sgp.features import WeightVariables, as_finite_rank
 from numpyro_sgp.features.finite_rank import (
     has_correlated_weights,
     weight_precision,
@@ -21,15 +20,14 @@ from numpyro_sgp.features.finite_rank import (
     whitened_features,
 )
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
-from numpyro_sgp.math.linalg import gram_of_rows
-from numpyro_sgp.posteriors.dual.tied import tied
+from numpyro_sgp.math.linalg import cholesky, gram_of_rows, solve_lower
+from numpyro_sgp.posteriors.dual.tied import tied, tied_mean_and_root
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
+from numpyro_sgp.posteriors.gaussian import InducingGaussian, Parameters
 from numpyro_sgp.posteriors.moments import Moments, perturbed_moments
 from numpyro_sgp.posteriors.natural_parameters import Perturbed, TiedSites, sites_of
-from numpyro_sgp.posteriors.process import ProcessPosterior, process_from_moments
-from numpyro_sgp.posteriors.variables import Fitted, Variables
 from numpyro_sgp.posteriors.weight_space.adversary import Adversary
-from numpyro_sgp.posteriors.weight_space.formulas import weight_space, weight_space_mean
+from numpyro_sgp.posteriors.weight_space.formulas import tempered_mean_and_root, weight_space, weight_space_mean
 from numpyro_sgp.posteriors.weight_space.stale import HeldSites, held_moments
 
 __all__ = ["AutoWeightSpaceGP", "WeightSpace"]
@@ -94,7 +92,7 @@ class WeightSpace(AbstractPosteriorFamily):
             )
             raise ValueError(msg)
 
-    def moments(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+    def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         kernel, X = as_finite_rank(prior.kernel), prior.X
         self._check_size(jax.eval_shape(kernel.features, X).shape[-1], batch_shape, X.dtype)
         if self.parametrization not in _WITH_SUMS:
@@ -117,10 +115,39 @@ class WeightSpace(AbstractPosteriorFamily):
         q = weight_space(sites.lambda1, sites.Lambda2, Phi, weight_precision(kernel, Phi))
         return perturbed_moments(value, jnp.swapaxes(Phi, -1, -2), q) if isinstance(value, Perturbed) else q
 
-    def process(self, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | None:
-        return process_from_moments(self.moments, Variables.of_weights(q.prior.kernel, q.prior.X), fitted, q)
+    def gaussian(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> InducingGaussian:
+        kernel, X = as_finite_rank(prior.kernel), prior.X
+        r = jax.eval_shape(kernel.features, X).shape[-1]
+        weights = WeightVariables(r, X.shape[-1])
+        L = cholesky(weights.Kuu(kernel).astype(X.dtype))
+        return InducingGaussian(weights, L, *self._mean_and_root(param, kernel, r, L, batch_shape))
 
-    def _held(self, param: Callable, kernel: Any, X: Array, batch_shape: tuple[int, ...]) -> Moments:
+    def _mean_and_root(
+        self, param: Parameters, kernel: Any, r: int, L: Array, batch_shape: tuple[int, ...]
+    ) -> tuple[Array, Array]:
+        """Mean and triangular root of q(v), v = Lᵀw the weights whitened by S = L Lᵀ."""
+        if self.parametrization not in _WITH_SUMS:
+            m, Lambda2 = self._mean_and_precision(param, r, L.dtype, batch_shape)
+            return m, tempered_mean_and_root(jnp.zeros_like(m), Lambda2)[1]
+        m = None
+        if self.parametrization == "mean":
+            m = param("m", jnp.zeros((*batch_shape, r), L.dtype))
+        sites = sites_of(param("sites", None))
+        self._check_kind(sites)
+        if isinstance(sites, HeldSites):
+            return sites.m if m is None else m, jnp.swapaxes(sites.root, -1, -2)
+        correlated = has_correlated_weights(kernel)
+        lambda1, Lambda2 = sites.lambda1, sites.Lambda2
+        if correlated and m is None:
+            _, mean, root = tied_mean_and_root("projection", lambda1, Lambda2, kernel.prior_precision())
+            return mean, root
+        if not correlated:
+            Lambda2 = solve_lower(L, jnp.swapaxes(solve_lower(L, Lambda2), -1, -2))
+        if m is not None:
+            return m, tempered_mean_and_root(jnp.zeros_like(m), Lambda2)[1]
+        return tempered_mean_and_root(solve_lower(L, lambda1[..., None])[..., 0], Lambda2)
+
+    def _held(self, param: Parameters, kernel: Any, X: Array, batch_shape: tuple[int, ...]) -> Moments:
         Phi = whitened_features(kernel, X)
         A, r, natural = jnp.swapaxes(Phi, -1, -2), Phi.shape[-1], self.parametrization == "natural"
         m = None if natural else param("m", jnp.zeros((*batch_shape, r), X.dtype))
@@ -130,16 +157,22 @@ class WeightSpace(AbstractPosteriorFamily):
         q = held_moments(sites, m, A)
         return perturbed_moments(value, A, q) if isinstance(value, Perturbed) else q
 
-    def _with_mean(self, param: Callable, kernel: Any, X: Array, batch_shape: tuple[int, ...]) -> Moments:
+    def _with_mean(self, param: Parameters, kernel: Any, X: Array, batch_shape: tuple[int, ...]) -> Moments:
         # In the whitened basis, where R and the identity of the prior are on one scale.
         Phi = whitened_features(kernel, X)
-        r = Phi.shape[-1]
-        identity = jnp.eye(r, dtype=X.dtype)
-        m = param("m", jnp.zeros((*batch_shape, r), X.dtype))
+        m, Lambda2 = self._mean_and_precision(param, Phi.shape[-1], X.dtype, batch_shape)
+        return weight_space_mean(m, Lambda2, Phi, jnp.ones(Phi.shape[-1], Phi.dtype))
+
+    def _mean_and_precision(
+        self, param: Parameters, r: int, dtype: Any, batch_shape: tuple[int, ...]
+    ) -> tuple[Array, Array]:
+        """Mean of the whitened weights, and their precision above the prior's."""
+        identity = jnp.eye(r, dtype=dtype)
+        m = param("m", jnp.zeros((*batch_shape, r), dtype))
         if self.parametrization == "averaged":
             start = {
                 "F": jnp.broadcast_to(identity, (*batch_shape, r, r)),
-                "noise": jnp.ones(batch_shape, X.dtype),
+                "noise": jnp.ones(batch_shape, dtype),
                 "step": jnp.zeros((), jnp.int32),
             }
             average = param.state("average", start)
@@ -151,9 +184,9 @@ class WeightSpace(AbstractPosteriorFamily):
         if self.parametrization == "adversarial":
             # With this B, and the default penalty, the objective is the bound that "root" has.
             param("B", Adversary(jnp.broadcast_to(-identity / (1.2 * r**0.5), (*batch_shape, r, r))))
-        return weight_space_mean(m, Lambda2, Phi, jnp.ones(r, Phi.dtype))
+        return m, Lambda2
 
-    def _mean_and_sums(self, param: Callable, kernel: Any, Phi: Array, batch_shape: tuple[int, ...]) -> Moments:
+    def _mean_and_sums(self, param: Parameters, kernel: Any, Phi: Array, batch_shape: tuple[int, ...]) -> Moments:
         r, dtype = Phi.shape[-1], Phi.dtype
         m = param("m", jnp.zeros((*batch_shape, r), dtype))
         none = jnp.zeros((*batch_shape, 0), dtype)

@@ -4,14 +4,16 @@ from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any
 
+from jax import Array
 import jax.numpy as jnp
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
-from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.sparse_regression import RegressionPosterior, started_mean_and_root, started_sites
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
-from numpyro_sgp.posteriors.dual.formulas import natural_whitened
+from numpyro_sgp.inducing import AbstractInducing
+from numpyro_sgp.math.linalg import solve_lower
+from numpyro_sgp.posteriors.dual.formulas import natural_mean_and_root, natural_whitened
 from numpyro_sgp.posteriors.family import (
     AbstractPosteriorFamily,
     Inducing,
@@ -21,12 +23,12 @@ from numpyro_sgp.posteriors.family import (
     inducing_param,
     is_initial,
     refuse_growing,
+    root_of_prior,
     started_at,
 )
+from numpyro_sgp.posteriors.gaussian import InducingGaussian, Parameters
 from numpyro_sgp.posteriors.moments import Moments, perturbed_moments, project
 from numpyro_sgp.posteriors.natural_parameters import Perturbed, TiedSites, sites_of
-from numpyro_sgp.posteriors.process import ProcessPosterior, process_over_inducing
-from numpyro_sgp.posteriors.variables import Fitted
 from numpyro_sgp.posteriors.whitened.formulas import unwhitened, whitened
 
 __all__ = ["AutoSVGP", "NaturalWhitened", "Unwhitened", "Whitened"]
@@ -46,18 +48,25 @@ class Whitened(AbstractPosteriorFamily):
     learn_inducing: bool = False
     init_from: RegressionPosterior | None = None
 
-    def moments(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+    def gaussian(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> InducingGaussian:
+        inducing, m, S_sqrt = self._parameters(param, prior, batch_shape)
+        return InducingGaussian(inducing, root_of_prior(inducing, prior), m, S_sqrt)
+
+    def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+        inducing, m, S_sqrt = self._parameters(param, prior, batch_shape)
+        if self.init_from is None and is_initial(param, "m", "S_sqrt"):
+            return at_prior(prior.kernel, prior.X)
+        blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
+        return whitened(m, S_sqrt, blocks.A, blocks.kff)
+
+    def _parameters(
+        self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]
+    ) -> tuple[AbstractInducing, Array, Array]:
         inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
         M, dtype = inducing.num_inducing, prior.X.dtype
         start = jnp.zeros(M, dtype), jnp.eye(M, dtype=dtype)
         m, S_sqrt = started_mean_and_root(param, batch_shape, start, self.init_from, "whitened", inducing, prior.X)
-        if self.init_from is None and is_initial(param, "m", "S_sqrt"):
-            return at_prior(prior.kernel, prior.X)
-        blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
-        return whitened(m, jnp.tril(S_sqrt), blocks.A, blocks.kff)
-
-    def process(self, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | None:
-        return process_over_inducing(self.moments, fitted, q)
+        return inducing, m, jnp.tril(S_sqrt)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,16 +83,30 @@ class Unwhitened(AbstractPosteriorFamily):
     learn_inducing: bool = False
     init_from: RegressionPosterior | None = None
 
-    def moments(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+    def gaussian(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> InducingGaussian:
+        inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
+        L = root_of_prior(inducing, prior)
+        m, S_sqrt = self._parameters(param, prior, batch_shape, inducing, L)
+        return InducingGaussian(inducing, L, solve_lower(L, m[..., None])[..., 0], solve_lower(L, S_sqrt))
+
+    def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
         refuse_growing(inducing, "the unwhitened form")
         blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
-        start = jnp.zeros(inducing.num_inducing, prior.X.dtype), blocks.L
-        m, S_sqrt = started_mean_and_root(param, batch_shape, start, self.init_from, "unwhitened", inducing, prior.X)
-        return unwhitened(m, jnp.tril(S_sqrt), blocks.L, blocks.A, blocks.kff)
+        m, S_sqrt = self._parameters(param, prior, batch_shape, inducing, blocks.L)
+        return unwhitened(m, S_sqrt, blocks.L, blocks.A, blocks.kff)
 
-    def process(self, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | None:
-        return process_over_inducing(self.moments, fitted, q)
+    def _parameters(
+        self,
+        param: Parameters,
+        prior: GaussianProcess,
+        batch_shape: tuple[int, ...],
+        inducing: AbstractInducing,
+        L: Array,
+    ) -> tuple[Array, Array]:
+        start = jnp.zeros(inducing.num_inducing, prior.X.dtype), L
+        m, S_sqrt = started_mean_and_root(param, batch_shape, start, self.init_from, "unwhitened", inducing, prior.X)
+        return m, jnp.tril(S_sqrt)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +123,15 @@ class NaturalWhitened(AbstractPosteriorFamily):
     learn_inducing: bool = False
     init_from: RegressionPosterior | None = None
 
-    def moments(self, param: Callable, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
-        inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
-        zeros = TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype)
-        value = param("sites", started_sites(zeros, self.init_from, "natural", inducing, prior.X))
+    def gaussian(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> InducingGaussian:
+        inducing, value = self._parameters(param, prior, batch_shape)
+        sites = sites_of(value)
+        return InducingGaussian(
+            inducing, root_of_prior(inducing, prior), *natural_mean_and_root(sites.lambda1, sites.Lambda2)
+        )
+
+    def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+        inducing, value = self._parameters(param, prior, batch_shape)
         if self.init_from is None and is_initial(param, "sites"):
             return at_prior(prior.kernel, prior.X)
         sites = sites_of(value)
@@ -111,8 +139,12 @@ class NaturalWhitened(AbstractPosteriorFamily):
         q = natural_whitened(sites.lambda1, sites.Lambda2, blocks.A, blocks.kff)
         return perturbed_moments(value, blocks.A, q) if isinstance(value, Perturbed) else q
 
-    def process(self, fitted: Fitted, q: SparsePosterior) -> ProcessPosterior | None:
-        return process_over_inducing(self.moments, fitted, q)
+    def _parameters(
+        self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]
+    ) -> tuple[AbstractInducing, Any]:
+        inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
+        zeros = TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype)
+        return inducing, param("sites", started_sites(zeros, self.init_from, "natural", inducing, prior.X))
 
 
 class AutoSVGP(AbstractAutoSparseGP):
