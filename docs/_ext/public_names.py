@@ -56,7 +56,7 @@ def check_public_names(app: Sphinx, env: BuildEnvironment) -> None:
     for module in app.config.public_names_modules:
         for name, value in public_names(importlib.import_module(module)):
             if name not in pages:
-                problems.add(f"{name} is on no page: add it to docs/api.md")
+                problems.add(f"{name} is on no page: add it to docs/reference/api.md")
             if not has_docstring(value):
                 problems.add(f"{name} has no docstring")
             problems.update(f"{method} has no docstring" for method in undocumented_methods(name, value))
