@@ -43,6 +43,7 @@ def standardised(X, y):
     numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("inducing", [None, X], ids=["dense", "Z=X"])
 def test_sampled_hyperparameters_have_the_posterior_that_nuts_finds(inducing):

@@ -10,6 +10,7 @@ SEVERAL = {"finite_rank_tables": {"finite_rank_tables_linear_2", "finite_rank_ta
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "script",
     sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "common"),

@@ -81,6 +81,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_a_network_in_a_kernel_is_trained_on_small_batches_and_predicts(name):
     kernel_of, base = CASES[name]

@@ -158,6 +158,7 @@ def test_an_argument_that_is_no_array_does_not_keep_a_function_from_being_one_pr
     assert seen == [True, True]
 
 
+@pytest.mark.thorough
 def test_steps_with_a_thousand_inducing_inputs_or_weights_run():
     # In a process of its own: where it does not, it is the end of the process.
     assert run(Path(__file__).with_name("large_matrices_child.py"), "1024") == "tied True 0\nadversarial True 0\n"

@@ -162,6 +162,7 @@ def summary_of_the_exact_model():
         return summary_of_nuts(exact, 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("conditional", CONDITIONALS)
 @pytest.mark.usefixtures("x64")

@@ -55,7 +55,8 @@ def check_rows_apart(model: Callable[[], Any], trace: Trace, sites: Mapping[str,
     def entries(f: Mapping[str, Any]) -> dict[str, Array]:
         return _entries(model, trace, {**start, **f})
 
-    unsure = {name: _coupled_terms(entries, name, start[name]) for name in sites}
+    several = [name for name in sites if jnp.shape(start[name])[-1] > 1]
+    unsure = {name: _coupled_terms(entries, name, start[name]) for name in several}
     unsure = {name: terms for name, terms in unsure.items() if terms}
     if not unsure:
         return
