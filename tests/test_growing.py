@@ -21,7 +21,7 @@ from problems import JITTER, LENGTHSCALE, MEAN, NOISE, VARIANCE, X_NEW, D, M, Mo
 import pytest
 
 import numpyro_sgp as sgp
-from numpyro_sgp.inducing import Candidates, Growing, added, ask
+from numpyro_sgp.inducing import Candidates, ProbedInducing, added, report_candidates
 from numpyro_sgp.posteriors.decoupled.coefficients import Coefficients
 from numpyro_sgp.posteriors.natural_parameters import TiedSites
 
@@ -221,8 +221,8 @@ def asked(bases, X, root, num_new, tolerance=1e-3, scale=1.0):
     kernel = sgp.kernels.SquaredExponential(jnp.asarray(LENGTHSCALE), jnp.asarray(VARIANCE))
 
     def value(zeros):
-        growing = [Growing(basis, zero, num_new, tolerance) for basis, zero in zip(bases, zeros, strict=True)]
-        return scale * ask(growing, kernel, X, root)
+        growing = [ProbedInducing(basis, zero, num_new, tolerance) for basis, zero in zip(bases, zeros, strict=True)]
+        return scale * report_candidates(growing, kernel, X, root)
 
     zeros = [Candidates.zeros(basis) for basis in bases]
     assert float(value(zeros)) == 0.0

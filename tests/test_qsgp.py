@@ -19,7 +19,7 @@ from numpyro_sgp import features, kernels
 from numpyro_sgp._internal.curvature import is_quadratic
 from numpyro_sgp.losses.concavity import check_concave, dependence
 from numpyro_sgp.posteriors.quadruply_stochastic import formulas as quadruply_stochastic_formulas
-from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import Rows, Table, draw_index
+from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import Change, SampledRows, Table, draw_index
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
 
@@ -343,7 +343,7 @@ def dense_posterior(name, form, params, inputs=X):
 def rows_at(params, index, change):
     table = params["f_auto_basis"]
     tracked = None if table.control is None else table.tracked()
-    return Rows(table, table.size, table.values[index], change, index, tracked, None, [])
+    return SampledRows(table, Change(change, None), table.values[index], index, tracked, [])
 
 
 @functools.cache

@@ -28,9 +28,9 @@ from numpyro_sgp.guides.handlers import (
     SwapGaussianProcesses,
     clear_errors,
 )
-from numpyro_sgp.guides.parameters import SiteParameters, asked, parameter
+from numpyro_sgp.guides.parameters import SiteParameters, parameter, with_candidates
 from numpyro_sgp.guides.row_dependence import check_rows_apart
-from numpyro_sgp.posteriors.decoupled.coefficients import Ascending
+from numpyro_sgp.posteriors.decoupled.coefficients import ProbedCoefficients
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, check_names, for_site
 from numpyro_sgp.posteriors.functions import FunctionDraws, sample_functions
 
@@ -48,7 +48,7 @@ class LatentNames:
 def _check_tracked(base_trace: dict[str, dict], trace: dict[str, dict]) -> None:
     """Raise if an optimizer tracks what depends on hyperparameters, and these are drawn anew in each step."""
     params = [site["value"] for site in trace.values() if site["type"] == "param"]
-    if not any(isinstance(value, Ascending) and value.refresh is not True for value in params):
+    if not any(isinstance(value, ProbedCoefficients) and value.refresh is not True for value in params):
         return
     drawn = sorted(name for name, site in base_trace.items() if _is_drawn(site))
     if drawn:
@@ -151,7 +151,7 @@ class AbstractAutoSparseGP(AutoGuide):
                 moments = self.family(site).moments(param, prior, batch_shape)
                 starts.extend(param.initial)
                 if param.growing:
-                    moments = asked(param.growing, moments, prior)
+                    moments = with_candidates(param.growing, moments, prior)
             except (TypeError, ValueError) as error:
                 error.add_note(f"This was at the GP site {site!r}.")
                 raise

@@ -10,10 +10,10 @@ from numpyro.primitives import _PYRO_STACK, mutable
 
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.guides.handlers import SwapGaussianProcesses
-from numpyro_sgp.inducing import Growing, ask
+from numpyro_sgp.inducing import ProbedInducing, report_candidates
 from numpyro_sgp.posteriors.moments import Moments
 
-__all__ = ["SiteParameters", "asked", "parameter"]
+__all__ = ["SiteParameters", "parameter", "with_candidates"]
 
 
 def parameter(name: str, init: Any, predicting: bool) -> Any:
@@ -56,7 +56,7 @@ class SiteParameters:
 
     def __init__(self, site: str, prefix: str, predicting: bool) -> None:
         self.site, self.prefix, self.predicting = site, prefix, predicting
-        self.growing: list[Growing] = []
+        self.growing: list[ProbedInducing] = []
         self.initial: set[str] = set()
 
     def __call__(self, symbol: str, init: Any) -> Any:
@@ -66,10 +66,10 @@ class SiteParameters:
 
         with _past_the_model():
             value = parameter(f"{self.site}_{self.prefix}_{symbol}", start, self.predicting)
-        if not isinstance(value, Growing):
+        if not isinstance(value, ProbedInducing):
             return value
         self.growing.append(value)
-        return value.basis
+        return value.value
 
     def state(self, symbol: str, init: dict[str, Array]) -> dict[str, Array]:
         """Mutable state; a prediction must be given it, as it must be given parameters."""
@@ -85,9 +85,9 @@ class SiteParameters:
         return value
 
 
-def asked(asking: list[Growing], q: Moments, prior: GaussianProcess) -> Moments:
+def with_candidates(growing: list[ProbedInducing], q: Moments, prior: GaussianProcess) -> Moments:
     """The moments as functions of the candidates of growing bases, the one of the covariance first."""
-    zero = ask(asking, prior.kernel, prior.X, q.prior_root)
+    zero = report_candidates(growing, prior.kernel, prior.X, q.prior_root)
     # Once for the site, however many latents it has.
     first = (0,) * q.kl.ndim
     return q._replace(kl=q.kl.at[first].add(zero) if first else q.kl + zero)

@@ -1,6 +1,13 @@
 """Inducing variables, and how to choose them."""
 
-from numpyro_sgp.inducing.growing import Candidates, Growing, GrowingInducing, added, ask, growing
+from numpyro_sgp.inducing.growing import (
+    Candidates,
+    GrowingInducing,
+    ProbedInducing,
+    added,
+    growing,
+    report_candidates,
+)
 from numpyro_sgp.inducing.multiscale import MultiscaleInducing
 from numpyro_sgp.inducing.points import (
     AbstractInducing,
@@ -26,16 +33,15 @@ __all__ = [
     "AbstractInducing",
     "BoundedInducingPoints",
     "Candidates",
-    "Growing",
     "GrowingInducing",
     "InducingPoints",
     "MultiscaleInducing",
+    "ProbedInducing",
     "RowMatch",
     "Suggestion",
     "TraceError",
     "added",
     "as_inducing",
-    "ask",
     "check_new_inputs",
     "check_width",
     "find_rows",
@@ -43,6 +49,7 @@ __all__ = [
     "growing",
     "kmeans",
     "median_lengthscale",
+    "report_candidates",
     "subset",
     "suggest_num_inducing",
     "trace_error",

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from numpyro_sgp._internal.checks import positive
+from numpyro_sgp._internal.probed import Probed
 from numpyro_sgp.inducing.points import AbstractInducing
 from numpyro_sgp.inducing.rows import find_rows
 from numpyro_sgp.math.linalg import matvec_transposed
 
-__all__ = ["Candidates", "Growing", "GrowingInducing", "added", "ask", "growing"]
+__all__ = ["Candidates", "GrowingInducing", "ProbedInducing", "added", "growing", "report_candidates"]
 
 
 @jax.tree_util.register_dataclass
@@ -138,23 +139,23 @@ class Candidates:
 
 
 @dataclasses.dataclass(frozen=True)
-class Growing:
+class ProbedInducing(Probed):
     """What `GrowBasis` puts in the place of inducing inputs.
 
     Args:
-        basis: those there are.
-        candidates: zero, to be differentiated.
+        value: those there are.
+        zero: candidates of zero, to be differentiated.
         num_new: how many to choose.
         tolerance: the smallest share of the prior variance that must be unexplained at a row.
     """
 
-    basis: GrowingInducing
-    candidates: Candidates
+    value: GrowingInducing
+    zero: Candidates
     num_new: int
     tolerance: float
 
 
-def ask(bases: Sequence[Growing], kernel: Callable, X: Array, root: Array) -> Array:
+def report_candidates(bases: Sequence[ProbedInducing], kernel: Callable, X: Array, root: Array) -> Array:
     """Zero, whose derivatives with respect to the candidates are the rows of the batch to be added to each basis.
 
     Rows are chosen one by one, each where the share of the prior variance that is unexplained, given the variables
@@ -168,17 +169,17 @@ def ask(bases: Sequence[Growing], kernel: Callable, X: Array, root: Array) -> Ar
     """
     kernel, X, root = lax.stop_gradient((kernel, jnp.asarray(X), root))
     N = X.shape[-2]
-    room = jnp.stack([one.basis.num_inducing - one.basis.num_active for one in bases])
+    room = jnp.stack([one.value.num_inducing - one.value.num_active for one in bases])
 
     def chosen() -> Array:
-        return _choose([one.basis for one in bases], room, kernel, X, root, bases[0].num_new, bases[0].tolerance)
+        return _choose([one.value for one in bases], room, kernel, X, root, bases[0].num_new, bases[0].tolerance)
 
     scores = lax.cond(jnp.any(room > 0), chosen, lambda: jnp.zeros((len(bases), N), X.dtype))
     zero = jnp.zeros((), X.dtype)
     for one, score in zip(bases, scores, strict=True):
-        first = min(N, one.basis.rows)
-        asked = one.candidates
-        zero += jnp.sum(asked.score[:first] * score[:first]) + jnp.sum(asked.X[:first] * X[:first]) + asked.scale
+        first = min(N, one.value.rows)
+        report = one.zero
+        zero += jnp.sum(report.score[:first] * score[:first]) + jnp.sum(report.X[:first] * X[:first]) + report.scale
     return zero
 
 

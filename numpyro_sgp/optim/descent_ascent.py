@@ -1,22 +1,24 @@
 """`DescentAscent`: minimisation over most parameters, maximisation over the one that plays against them."""
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 import jax.numpy as jnp
 import optax
 
-from numpyro_sgp.optim.evaluating import (
-    AbstractEvaluatingOptimizer,
+from numpyro_sgp.optim.closure import (
+    AbstractRefusingOptimizer,
     LossFn,
     Params,
+    Trial,
     all_finite,
-    moved_or_kept,
-    stays_finite,
+    descend,
+    of_type,
+    probe,
     transformation,
 )
-from numpyro_sgp.posteriors.weight_space.adversary import Adversary, Playing
+from numpyro_sgp.posteriors.weight_space.adversary import Adversary, ProbedAdversary
 
 __all__ = ["DescentAscent", "DescentAscentState"]
 
@@ -37,7 +39,7 @@ class DescentAscentState(NamedTuple):
     refused: Array
 
 
-class DescentAscent(AbstractEvaluatingOptimizer):
+class DescentAscent(AbstractRefusingOptimizer):
     """Descent on all parameters but `Adversary`, ascent on those, projected on their ball; both from one gradient.
 
     For `MinimaxMarginalLikelihood`. A step whose loss, gradients or parameters are not finite is refused as a whole and
@@ -66,45 +68,22 @@ class DescentAscent(AbstractEvaluatingOptimizer):
 
     def init(self, params: Params) -> tuple[Array, DescentAscentState]:
         """The state before the first step; raises where no parameter maximises."""
-        others, adversaries = _split(params)
-        if not adversaries:
-            msg = (
-                f"`DescentAscent` found nothing to maximise over among the parameters {sorted(params)}. Use "
-                '`AutoWeightSpaceGP(model, parametrization="adversarial")` as the guide, or a plain optax optimizer.'
-            )
-            raise ValueError(msg)
-        states = self.descent.init(others), self.ascent.init(adversaries)
+        advice = (
+            'Use `AutoWeightSpaceGP(model, parametrization="adversarial")` as the guide, or a plain optax optimizer.'
+        )
+        adversaries = self._own(params, Adversary, "matrix to maximise over", advice)
+        states = self.descent.init(of_type(params, Adversary)[1]), self.ascent.init(adversaries)
         return jnp.asarray(0), DescentAscentState(params, *states, jnp.zeros((), jnp.int32))
 
-    def get_params(self, state: tuple[Array, DescentAscentState]) -> Params:
-        """The current parameters."""
-        return state[1].params
-
-    def _step(
-        self, fn: LossFn, state: tuple[Array, DescentAscentState]
-    ) -> tuple[tuple[Array, Any], tuple[Array, DescentAscentState], Array]:
-        step, inner = state
-        others, adversaries = _split(inner.params)
-
-        def loss_fn(others: Params, adversaries: Params) -> tuple[Array, Any]:
-            return fn({**others, **{name: Playing(value) for name, value in adversaries.items()}})
-
-        (loss, aux), (down, up) = jax.value_and_grad(loss_fn, (0, 1), has_aux=True)(others, adversaries)
-        updates, descent_state = self.descent.update(down, inner.descent_state, others, value=loss)
-        others = cast(Params, optax.apply_updates(others, updates))
-        finite = all_finite((loss, down, up))
+    def _try(self, fn: LossFn, step: Array, state: DescentAscentState) -> Trial:
+        del step
+        adversaries, others = of_type(state.params, Adversary)
+        zeros = jax.tree.map(jnp.zeros_like, adversaries)
+        (loss, aux), (up, down) = probe(fn, lambda name, zero: ProbedAdversary(adversaries[name], zero), zeros, others)
+        lower, descent_state = descend(self.descent, down, others, state.descent_state, loss)
         up = jax.tree.map(jnp.negative, up)
-        updates, ascent_state = self.ascent.update(up, inner.ascent_state, adversaries, value=-loss)
-        moved = cast(Params, optax.apply_updates(adversaries, updates))
-        moved = {name: value.projected() for name, value in moved.items()}
-        params = {**others, **moved}
-        there = (params, descent_state, ascent_state)
-        here = (inner.params, inner.descent_state, inner.ascent_state)
-        accepted = finite & all_finite(params) & stays_finite(there[1:], here[1:])
-        (params, descent_state, ascent_state), refused = moved_or_kept(accepted, there, here, inner.refused)
-        return (loss, aux), (step + 1, DescentAscentState(params, descent_state, ascent_state, refused)), accepted
-
-
-def _split(params: Params) -> tuple[Params, Params]:
-    adversaries = {name: value for name, value in params.items() if isinstance(value, Adversary)}
-    return {name: value for name, value in params.items() if name not in adversaries}, adversaries
+        upper, ascent_state = descend(self.ascent, up, adversaries, state.ascent_state, -loss)
+        moved = {**lower, **{name: value.projected() for name, value in upper.items()}}
+        params = {name: moved[name] for name in state.params}
+        changes = {"params": params, "descent_state": descent_state, "ascent_state": ascent_state}
+        return Trial(loss, aux, changes, all_finite((down, up, params)))

@@ -1,7 +1,7 @@
 """`DualAscent`: natural steps on the coefficients of a mean whose basis is the data."""
 
 import dataclasses
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -10,19 +10,20 @@ import optax
 
 from numpyro_sgp._internal.checks import positive
 from numpyro_sgp._internal.pytrees import own_copy
-from numpyro_sgp.optim.evaluating import (
-    AbstractEvaluatingOptimizer,
+from numpyro_sgp.optim.closure import (
+    AbstractRefusingOptimizer,
     LossFn,
     Params,
     StepSize,
+    Trial,
     all_finite,
     checked,
-    moved_or_kept,
+    descend,
+    probe,
     scheduled,
-    stays_finite,
     transformation,
 )
-from numpyro_sgp.posteriors.decoupled.coefficients import AbstractCoefficients, Ascending, Coefficients, Response
+from numpyro_sgp.posteriors.decoupled.coefficients import Coefficients, ProbedCoefficients, Response
 from numpyro_sgp.posteriors.natural_parameters import AbstractSites
 
 __all__ = ["DualAscent", "DualAscentState"]
@@ -60,7 +61,7 @@ class DualAscentState(NamedTuple):
     refused: Array
 
 
-class DualAscent(AbstractEvaluatingOptimizer):
+class DualAscent(AbstractRefusingOptimizer):
     """Natural steps on the coefficients of a mean basis that is the data: a_n ← a_n + step (∂E log p(y_n)/∂m_n − a_n).
 
     For the rows n of a batch. Such a step needs no matrix of the basis; with a Gaussian likelihood it ends at
@@ -118,13 +119,8 @@ class DualAscent(AbstractEvaluatingOptimizer):
 
     def init(self, params: Params) -> tuple[Array, DualAscentState]:
         """The state before the first step; raises where no parameter is a set of coefficients of the data."""
-        found = {name: value for name, value in params.items() if isinstance(value, Coefficients)}
-        if not found:
-            msg = (
-                f"`DualAscent` found no coefficients of a mean among the parameters {sorted(params)}. Use "
-                "`AutoDecoupledGP` with the training inputs as `mean_inducing`."
-            )
-            raise ValueError(msg)
+        advice = "Use `AutoDecoupledGP` with the training inputs as `mean_inducing`."
+        found = self._own(params, Coefficients, "coefficients of a mean", advice)
         for name, value in found.items():
             if value.of_data is False:
                 msg = (
@@ -152,46 +148,36 @@ class DualAscent(AbstractEvaluatingOptimizer):
         values = vectors.ahead - self.momentum * vectors.velocity if self.averaging is None else vectors.average
         return _with_values(inner.params[name], values)
 
-    def _step(
-        self, fn: LossFn, state: tuple[Array, DualAscentState]
-    ) -> tuple[tuple[Array, Any], tuple[Array, DualAscentState], Array]:
-        step, inner = state
-        others = {} if self.others is None else _others(inner.params)
+    def _try(self, fn: LossFn, step: Array, state: DualAscentState) -> Trial:
+        params, others_state = state.params, state.others_state
+        others = {} if self.others is None else _others(params)
         # The first step computes the projections, since parameters may come from anywhere; what a refused step has
         # computed is lost, so steps that were accepted count.
-        done = step - inner.refused.astype(step.dtype)
+        done = step - state.refused.astype(step.dtype)
         refresh = True if self.others is not None or self.refresh == 1 else done % self.refresh == 0
-        rows_seen: dict[str, list[int]] = {name: [] for name in inner.vectors}
+        rows_seen: dict[str, list[int]] = {name: [] for name in state.vectors}
 
-        def loss_fn(zero: dict[str, Response], others: Params) -> tuple[Array, Any]:
-            ascending = {}
-            for name, vectors in inner.vectors.items():
-                ascending[name] = Ascending(
-                    _with_values(inner.params[name], vectors.ahead),
-                    jnp.stack([vectors.ahead, vectors.velocity]),
-                    vectors.projected,
-                    refresh,
-                    zero[name],
-                    rows_seen[name],
-                )
-            return fn({**inner.params, **others, **ascending})
+        def probed(name: str, zero: Response) -> ProbedCoefficients:
+            vectors = state.vectors[name]
+            value = _with_values(params[name], vectors.ahead)
+            tracked = jnp.stack([vectors.ahead, vectors.velocity])
+            return ProbedCoefficients(value, zero, tracked, vectors.projected, refresh, rows_seen[name])
 
-        zero = {name: _zero(inner.params[name], vectors) for name, vectors in inner.vectors.items()}
-        (loss, aux), (responses, grads) = jax.value_and_grad(loss_fn, (0, 1), has_aux=True)(zero, others)
+        def given(some: Params) -> tuple[Array, Any]:
+            return fn({**params, **some})
+
+        zeros = {name: _zero(params[name], vectors) for name, vectors in state.vectors.items()}
+        (loss, aux), (responses, grads) = probe(given, probed, zeros, others)
         rate = scheduled(self.step_size, step)
-        moved = {
+        vectors = {
             name: self._moved(done, rate, vectors, responses[name], _only(rows_seen[name], name))
-            for name, vectors in inner.vectors.items()
+            for name, vectors in state.vectors.items()
         }
-        params, others_state = inner.params, inner.others_state
+        changes = {"vectors": vectors}
         if self.others is not None:
-            updates, others_state = self.others.update(grads, others_state, others, value=loss)
-            params = {**params, **cast(Params, optax.apply_updates(others, updates))}
-        accepted = all_finite((loss, moved, params)) & stays_finite(others_state, inner.others_state)
-        there = (params, others_state, moved)
-        here = (inner.params, inner.others_state, inner.vectors)
-        (params, others_state, vectors), refused = moved_or_kept(accepted, there, here, inner.refused)
-        return (loss, aux), (step + 1, DualAscentState(params, others_state, vectors, refused)), accepted
+            moved, others_state = descend(self.others, grads, others, others_state, loss)
+            changes |= {"params": {**params, **moved}, "others_state": others_state}
+        return Trial(loss, aux, changes, all_finite(changes["vectors"]))
 
     def _moved(self, done: Array, rate: Any, vectors: _Vectors, response: Response, rows: int) -> _Vectors:
         """Nesterov's step, and what it does to the projections, which are linear."""
@@ -226,9 +212,7 @@ class DualAscent(AbstractEvaluatingOptimizer):
 
 def _others(params: Params) -> Params:
     """The parameters that an optax transformation may train."""
-    return {
-        name: value for name, value in params.items() if not isinstance(value, AbstractSites | AbstractCoefficients)
-    }
+    return {name: value for name, value in params.items() if not isinstance(value, AbstractSites | Coefficients)}
 
 
 def _with_values(coefficients: Coefficients, values: Array) -> Coefficients:

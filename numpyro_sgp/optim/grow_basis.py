@@ -1,6 +1,5 @@
 """`GrowBasis`: adds inducing inputs from the batches that another optimizer trains with."""
 
-from collections.abc import Callable
 import dataclasses
 from typing import Any, NamedTuple
 import warnings
@@ -14,8 +13,8 @@ import optax
 
 from numpyro_sgp._internal.checks import positive
 from numpyro_sgp._internal.pytrees import own_copy
-from numpyro_sgp.inducing import Candidates, Growing, GrowingInducing, added
-from numpyro_sgp.optim.evaluating import LossFn, Params
+from numpyro_sgp.inducing import Candidates, GrowingInducing, ProbedInducing, added
+from numpyro_sgp.optim.closure import AbstractClosureOptimizer, LossFn, Params, num_refused
 
 __all__ = ["GrowBasis", "GrowBasisState"]
 
@@ -31,8 +30,13 @@ class GrowBasisState(NamedTuple):
     inner: Any
     bases: dict[str, GrowingInducing]
 
+    @property
+    def refused(self) -> Array:
+        """How many steps the optimizer that trains the parameters has refused."""
+        return num_refused(self.inner)
 
-class GrowBasis(_NumPyroOptim):
+
+class GrowBasis(AbstractClosureOptimizer):
     """Adds inducing inputs from each batch where it leaves much of the prior variance unexplained, then goes on as is.
 
     For guides with `growing` inducing inputs. Each update is that of the optimizer given; the same evaluation of the
@@ -75,13 +79,10 @@ class GrowBasis(_NumPyroOptim):
 
     def init(self, params: Params) -> GrowBasisState:
         """The state before the first step; raises where no parameter is a growing basis."""
-        bases = {name: value for name, value in params.items() if isinstance(value, GrowingInducing)}
-        if not bases:
-            msg = (
-                f"`GrowBasis` found no growing inducing inputs among the parameters {sorted(params)}. Give the guide "
-                "`inducing=functools.partial(numpyro_sgp.growing, capacity=256)`, or leave out `GrowBasis`."
-            )
-            raise ValueError(msg)
+        advice = (
+            "Give the guide `inducing=functools.partial(numpyro_sgp.growing, capacity=256)`, or leave out `GrowBasis`."
+        )
+        bases = self._own(params, GrowingInducing, "growing inducing inputs", advice)
         offsets = {name: own_copy(basis.offset) for name, basis in bases.items()}
         return GrowBasisState(self.optim.init({**params, **offsets}), bases)
 
@@ -90,42 +91,23 @@ class GrowBasis(_NumPyroOptim):
         params = self.optim.get_params(state.inner)
         return {**params, **{name: _moved(basis, params[name]) for name, basis in state.bases.items()}}
 
-    def update(self, g: Any, state: Any, value: Any = None) -> Any:
-        """Refused: gradients with respect to parameters say nothing of the rows of a batch."""
-        del g, state, value
-        msg = "`GrowBasis` evaluates the loss itself. Call `eval_and_update`, as `SVI.update` and `SVI.run` do."
-        raise TypeError(msg)
-
-    def eval_and_update(
-        self, fn: LossFn, state: GrowBasisState, forward_mode_differentiation: bool = False
-    ) -> tuple[tuple[Array, Any], GrowBasisState]:
-        """One update of the optimizer, and the rows of its batch that are added to the bases."""
-        return self._step(self.optim.eval_and_update, fn, state, forward_mode_differentiation)
-
-    def eval_and_stable_update(
-        self, fn: LossFn, state: GrowBasisState, forward_mode_differentiation: bool = False
-    ) -> tuple[tuple[Array, Any], GrowBasisState]:
-        """As `eval_and_update`, with the optimizer's stable update."""
-        return self._step(self.optim.eval_and_stable_update, fn, state, forward_mode_differentiation)
-
-    def _step(
-        self, evaluate: Callable, fn: LossFn, state: GrowBasisState, forward_mode_differentiation: bool
-    ) -> tuple[tuple[Array, Any], GrowBasisState]:
+    def _update(self, fn: LossFn, state: GrowBasisState, *, stable: bool) -> tuple[tuple[Array, Any], GrowBasisState]:
+        evaluate = self.optim.eval_and_stable_update if stable else self.optim.eval_and_update
         bases = state.bases
 
         def growing_fn(params: Params) -> tuple[Array, tuple[Any, dict[str, Candidates]]]:
             def at(zero: dict[str, Candidates]) -> tuple[Array, Any]:
-                asking = {
-                    name: Growing(_moved(basis, params[name]), zero[name], self.num_new, self.tolerance)
+                probed = {
+                    name: ProbedInducing(_moved(basis, params[name]), zero[name], self.num_new, self.tolerance)
                     for name, basis in bases.items()
                 }
-                return fn({**params, **asking})
+                return fn({**params, **probed})
 
             zero = {name: Candidates.zeros(basis) for name, basis in bases.items()}
             loss, pull, aux = jax.vjp(at, zero, has_aux=True)
             return loss, (aux, lax.stop_gradient(pull(jnp.ones_like(loss))[0]))
 
-        (loss, (aux, candidates)), inner = evaluate(growing_fn, state.inner, forward_mode_differentiation)
+        (loss, (aux, candidates)), inner = evaluate(growing_fn, state.inner)
         grown = {}
         for name, basis in bases.items():
             grown[name] = added(basis, candidates[name], self.num_new)

@@ -1,7 +1,7 @@
 """`NaturalGradient`: natural steps for sites, any optax transformation for the rest, in one forward pass."""
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array, lax
@@ -10,24 +10,23 @@ import optax
 
 from numpyro_sgp._internal.checks import at_least
 from numpyro_sgp._internal.pytrees import own_copy
-from numpyro_sgp.optim.descent_ascent import DescentAscentState
-from numpyro_sgp.optim.dual_ascent import DualAscentState
-from numpyro_sgp.optim.evaluating import (
-    AbstractEvaluatingOptimizer,
+from numpyro_sgp.optim.closure import (
+    AbstractRefusingOptimizer,
     LossFn,
     Params,
     StepSize,
+    Trial,
     all_finite,
     checked,
+    descend,
+    of_type,
+    probe,
     scheduled,
-    stays_finite,
     transformation,
 )
-from numpyro_sgp.optim.grow_basis import GrowBasisState
-from numpyro_sgp.optim.row_sparse import RowSparseState
 from numpyro_sgp.posteriors.natural_parameters import AbstractSites, Perturbation, Perturbed
 
-__all__ = ["NaturalGradient", "NaturalGradientState", "num_refused"]
+__all__ = ["NaturalGradient", "NaturalGradientState"]
 
 Sites = dict[str, AbstractSites]
 
@@ -55,31 +54,7 @@ class NaturalGradientState(NamedTuple):
     refused: Array
 
 
-def num_refused(state: Any) -> Array:
-    """How many steps `NaturalGradient`, `DualAscent`, `DescentAscent` or `RowSparse` has refused.
-
-    Args:
-        state: an `SVIState`, or the optimizer state in it.
-    """
-    optim_state = getattr(state, "optim_state", state)
-    if isinstance(optim_state, GrowBasisState):
-        optim_state = optim_state.inner
-    inner = optim_state[1] if isinstance(optim_state, tuple) and len(optim_state) == 2 else optim_state
-    if not isinstance(inner, NaturalGradientState | DualAscentState | DescentAscentState | RowSparseState):
-        msg = (
-            "`state` must come from `NaturalGradient`, `DualAscent`, `DescentAscent` or `RowSparse`, got one with a "
-            f"{type(inner).__name__}. Pass `result.state` of `SVI.run`, or the state that `SVI.update` returned."
-        )
-        raise TypeError(msg)
-    return inner.refused
-
-
-def _split(params: Params) -> tuple[Sites, Params]:
-    sites = {name: value for name, value in params.items() if isinstance(value, AbstractSites)}
-    return sites, {name: value for name, value in params.items() if name not in sites}
-
-
-class NaturalGradient(AbstractEvaluatingOptimizer):
+class NaturalGradient(AbstractRefusingOptimizer):
     """Natural-gradient steps on sites: λ ← λ − ρ ∂loss/∂ε at ε = 0, with ε a perturbation of expectation parameters.
 
     For a conjugate likelihood a full-batch step with ρ = 1 is the exact optimum, whatever factor `handlers.scale`
@@ -143,14 +118,12 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
 
     def init(self, params: Params) -> tuple[Array, NaturalGradientState]:
         """The state before the first step; raises where no parameter is a site, or one of them needs a floor."""
-        sites, others = _split(params)
-        if not sites:
-            msg = (
-                f"`NaturalGradient` found no sites among the parameters {sorted(params)}. Use `AutoTSVGP`, "
-                '`AutoSVGP(natural=True)`, or `AutoWeightSpaceGP` with parametrization "natural" or "mean" as the '
-                "guide, or give SVI a plain optax optimizer."
-            )
-            raise ValueError(msg)
+        advice = (
+            "Use `AutoTSVGP`, `AutoSVGP(natural=True)`, or `AutoWeightSpaceGP` with parametrization "
+            '"natural" or "mean" as the guide, or give SVI a plain optax optimizer.'
+        )
+        sites = self._own(params, AbstractSites, "sites", advice)
+        others = of_type(params, AbstractSites)[1]
         if self.floor is None or self.floor < 0.0:
             for name, value in sites.items():
                 if value.needs_floor:
@@ -172,52 +145,47 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
         )
         return jnp.asarray(0), state
 
-    def get_params(self, state: tuple[Array, NaturalGradientState]) -> Params:
-        """The current parameters."""
-        return state[1].params
-
-    def _step(
-        self, fn: LossFn, state: tuple[Array, NaturalGradientState]
-    ) -> tuple[tuple[Array, Any], tuple[Array, NaturalGradientState], Array]:
-        step, inner = state
-        # A step succeeds when the loss is found finite where it led, which is here; so the length doubles only now.
-        damping = jnp.where(inner.retrying, inner.damping, jnp.minimum(2.0 * inner.damping, 1.0))
+    def _try(self, fn: LossFn, step: Array, state: NaturalGradientState) -> Trial:
+        damping = _damping(state)
         rate = jnp.asarray(scheduled(self.step_size, step), damping.dtype) * damping
         at_once = self.e_steps == self.m_steps == 1 and not self.in_turn
         iterate = self._simultaneous if at_once else self._alternating
-        loss, aux, finite, there = iterate(fn, *_split(inner.params), inner.others_state, rate, damping)
-        here = (inner.params, inner.others_state)
-        usable = jnp.isfinite(loss)
-        accepted = usable & finite & all_finite(there[0]) & stays_finite(there[1], here[1])
-        # A loss that is not finite here means that the step that led here was wrong: back to where it was finite.
+        sites, others = of_type(state.params, AbstractSites)
+        loss, aux, finite, params, others_state = iterate(fn, sites, others, state.others_state, rate, damping)
+        # In the order of the parameters, which the state keeps.
+        params = {name: params[name] for name in state.params}
+        return Trial(loss, aux, {"params": params, "others_state": others_state}, finite & all_finite(params))
+
+    def _keep(self, trial: Trial, accepted: Array, state: NaturalGradientState) -> NaturalGradientState:
+        """A refused step halves the length of the next one.
+
+        A loss that is not finite here means that the step that led here was wrong: back to where it was finite.
+        """
+        here = state.params, state.others_state
+        there = trial.changes["params"], trial.changes["others_state"]
+        usable = jnp.isfinite(trial.loss)
         # (A switch copies one of the trees; a select would compile and run an operation for each leaf.)
         case = jnp.where(accepted, 0, jnp.where(usable, 1, 2))
         (params, others_state), good = lax.switch(
-            case, [lambda: (there, here), lambda: (here, here), lambda: (inner.accepted, inner.accepted)]
+            case, [lambda: (there, here), lambda: (here, here), lambda: (state.accepted, state.accepted)]
         )
         # The step refused is this one, or the last one where the loss here is not finite.
-        damping = jnp.where(accepted, damping, 0.5 * jnp.where(usable, damping, inner.damping))
-        new_state = NaturalGradientState(
-            params,
-            others_state,
-            good,
-            jnp.maximum(damping, _SMALLEST_DAMPING),
-            ~accepted,
-            inner.refused + jnp.where(accepted, 0, 1).astype(inner.refused.dtype),
-        )
-        return (loss, aux), (step + 1, new_state), accepted
+        damping = _damping(state)
+        damping = jnp.where(accepted, damping, 0.5 * jnp.where(usable, damping, state.damping))
+        damping = jnp.maximum(damping, _SMALLEST_DAMPING)
+        return NaturalGradientState(params, others_state, good, damping, ~accepted, state.refused)
 
     def _simultaneous(
         self, fn: LossFn, sites: Sites, others: Params, others_state: Any, rate: Array, damping: Array
-    ) -> tuple[Array, Any, Array, tuple[Params, Any]]:
+    ) -> tuple[Array, Any, Array, Params, Any]:
         """One natural step and one step of the others, both from one evaluation of the loss."""
-        loss, aux, direction, grads = self._differentiate(fn, sites, others, with_others=True)
-        new_others, others_state = self._descend(grads, others, others_state, loss, damping)
-        return loss, aux, jnp.isfinite(loss), ({**new_others, **_moved(sites, direction, rate, damping)}, others_state)
+        (loss, aux), direction, grads = self._differentiate(fn, sites, others)
+        moved, others_state = descend(self.others, grads, others, others_state, loss, damping)
+        return loss, aux, jnp.isfinite(loss), {**moved, **_moved(sites, direction, rate, damping)}, others_state
 
     def _alternating(
         self, fn: LossFn, sites: Sites, others: Params, others_state: Any, rate: Array, damping: Array
-    ) -> tuple[Array, Any, Array, tuple[Params, Any]]:
+    ) -> tuple[Array, Any, Array, Params, Any]:
         """Natural steps, then steps of the others; the loss is that of the first evaluation."""
 
         def e_step(sites: Sites) -> tuple[Array, Any, Sites, Array]:
@@ -227,9 +195,9 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
                 resting = _unperturbed({name: value for name, value in sites.items() if name not in group})
 
                 def given(params: Params, resting: Params = resting) -> tuple[Array, Any]:
-                    return fn({**params, **resting})
+                    return fn({**others, **params, **resting})
 
-                loss, aux, direction, _ = self._differentiate(given, moving, others, with_others=False)
+                (loss, aux), direction, _ = self._differentiate(given, moving, {})
                 sites = {**sites, **_moved(moving, direction, rate, damping)}
                 outputs.append((loss, aux))
                 finite &= jnp.isfinite(loss)
@@ -240,7 +208,7 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
                 return fn({**others, **_unperturbed(sites)})
 
             (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(others)
-            return loss, aux, *self._descend(grads, others, others_state, loss, damping)
+            return loss, aux, *descend(self.others, grads, others, others_state, loss, damping)
 
         def more_e(_: int, carry: tuple[Sites, Array]) -> tuple[Sites, Array]:
             *_outputs, moved, finite = e_step(carry[0])
@@ -263,28 +231,20 @@ class NaturalGradient(AbstractEvaluatingOptimizer):
         if self.m_steps > 1:
             others, others_state, finite = lax.fori_loop(1, self.m_steps, more_m, (others, others_state, finite))
         loss, aux = outputs[0]
-        return loss, aux, finite & jnp.isfinite(loss), ({**others, **sites}, others_state)
-
-    def _descend(
-        self, grads: Params, others: Params, others_state: Any, loss: Array, damping: Array
-    ) -> tuple[Params, Any]:
-        updates, others_state = self.others.update(grads, others_state, others, value=loss)
-        updates = jax.tree.map(lambda u: (damping * u).astype(u.dtype), updates)
-        return cast(Params, optax.apply_updates(others, updates)), others_state
+        return loss, aux, finite & jnp.isfinite(loss), {**others, **sites}, others_state
 
     def _differentiate(
-        self, fn: LossFn, sites: Sites, others: Params, *, with_others: bool
-    ) -> tuple[Array, Any, dict[str, Perturbation], Params]:
+        self, fn: LossFn, sites: Sites, others: Params
+    ) -> tuple[tuple[Array, Any], dict[str, Perturbation], Params]:
         """Loss, auxiliary output, natural direction and gradient of the other parameters, from one forward pass."""
-        zero = {name: value.perturbation(for_step=True, floor=self.floor) for name, value in sites.items()}
+        zeros = {name: value.perturbation(for_step=True, floor=self.floor) for name, value in sites.items()}
+        output, (found, grads) = probe(fn, lambda name, zero: Perturbed(sites[name], zero), zeros, others)
+        return output, {name: d.of_unit_scale(sites[name]) for name, d in found.items()}, grads
 
-        def loss_fn(epsilon: dict[str, Perturbation], others: Params) -> tuple[Array, Any]:
-            return fn({**others, **{name: Perturbed(value, epsilon[name]) for name, value in sites.items()}})
 
-        argnums = (0, 1) if with_others else (0,)
-        (loss, aux), grads = jax.value_and_grad(loss_fn, argnums, has_aux=True)(zero, others)
-        direction = {name: d.of_unit_scale(sites[name]) for name, d in grads[0].items()}
-        return loss, aux, direction, grads[1] if with_others else {}
+def _damping(state: NaturalGradientState) -> Array:
+    # A step succeeds when the loss is found finite where it led, which is here; so the length doubles only now.
+    return jnp.where(state.retrying, state.damping, jnp.minimum(2.0 * state.damping, 1.0))
 
 
 def _moved(sites: Sites, direction: dict[str, Perturbation], rate: Array, damping: Array) -> Sites:

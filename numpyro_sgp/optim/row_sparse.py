@@ -1,7 +1,7 @@
 """`RowSparse`: updates of sampled rows of long tables, at a cost that does not depend on how long these are."""
 
 import dataclasses
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array, lax
@@ -9,21 +9,24 @@ import jax.numpy as jnp
 import optax
 
 from numpyro_sgp._internal.checks import positive
-from numpyro_sgp.optim.evaluating import (
-    AbstractEvaluatingOptimizer,
+from numpyro_sgp.optim.closure import (
+    AbstractRefusingOptimizer,
     LossFn,
     Params,
     StepSize,
+    Trial,
     all_finite,
     checked,
-    moved_or_kept,
+    descend,
+    of_type,
+    probe,
     scheduled,
-    stays_finite,
     transformation,
 )
 from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import (
+    Change,
     Control,
-    Rows,
+    SampledRows,
     Table,
     draw_index,
     numbers_of,
@@ -57,7 +60,18 @@ class RowSparseState(NamedTuple):
     refused: Array
 
 
-class RowSparse(AbstractEvaluatingOptimizer):
+class _RowStep(NamedTuple):
+    """A step of the sampled rows of one table: which, before and after, squared gradients, their sums, the numbers."""
+
+    index: Array
+    rows: Array
+    moved: Array
+    square: Array
+    sums: Array
+    numbers: list[Array] | None
+
+
+class RowSparse(AbstractRefusingOptimizer):
     """AdaGrad on sampled rows of long tables, in place, and any optax transformation for the other parameters.
 
     For `AutoQSGP`. Each step draws M of the m rows without replacement, evaluates the loss with these alone, and
@@ -105,14 +119,9 @@ class RowSparse(AbstractEvaluatingOptimizer):
 
     def init(self, params: Params) -> tuple[Array, RowSparseState]:
         """The state before the first step; raises where no parameter is a table."""
-        tables = {name: value for name, value in params.items() if isinstance(value, Table)}
-        if not tables:
-            msg = (
-                f"`RowSparse` found no table among the parameters {sorted(params)}. Use `AutoQSGP` as the guide, or "
-                "give SVI a plain optax optimizer."
-            )
-            raise ValueError(msg)
-        others = {name: value for name, value in params.items() if name not in tables}
+        advice = "Use `AutoQSGP` as the guide, or give SVI a plain optax optimizer."
+        tables = self._own(params, Table, "table of weights", advice)
+        others = of_type(params, Table)[1]
         sums = {name: jnp.zeros_like(table.values) for name, table in tables.items()}
         tracked = {name: _tracked_at_start(table) for name, table in tables.items()}
         state = RowSparseState(others, self.others.init(others), tables, sums, tracked, jnp.zeros((), jnp.int32))
@@ -122,66 +131,48 @@ class RowSparse(AbstractEvaluatingOptimizer):
         """The current parameters."""
         return {**state[1].params, **state[1].tables}
 
-    def _step(
-        self, fn: LossFn, state: tuple[Array, RowSparseState]
-    ) -> tuple[tuple[Array, Any], tuple[Array, RowSparseState], Array]:
-        step, inner = state
+    def _try(self, fn: LossFn, step: Array, state: RowSparseState) -> Trial:
         key = jax.random.fold_in(jax.random.key(self.seed), step)
-        tracked = dict(inner.tracked)
         index, rows = {}, {}
-        for number, (name, table) in enumerate(inner.tables.items()):
+        for number, (name, table) in enumerate(state.tables.items()):
             index[name] = draw_index(jax.random.fold_in(key, number), table.size, table.batch)
             rows[name] = table.at(index[name])
         integrated: dict[str, list[bool]] = {name: [] for name in rows}
 
-        def loss_fn(change: dict[str, Array], others: Params, asked: dict[str, Any]) -> tuple[Array, Any]:
-            sampled = {}
-            for name, table in inner.tables.items():
-                known = tracked[name]
-                a = None if known is None else known[0] + known[1]
-                sampled[name] = Rows(
-                    table,
-                    table.size,
-                    rows[name],
-                    change[name],
-                    index[name],
-                    a,
-                    asked[name],
-                    _Mark(integrated[name]),
-                )
-            return fn({**others, **sampled})
+        def probed(name: str, zero: Change) -> SampledRows:
+            known = state.tracked[name]
+            a = None if known is None else known[0] + known[1]
+            return SampledRows(state.tables[name], zero, rows[name], index[name], a, _Mark(integrated[name]))
 
-        zero = jax.tree.map(jnp.zeros_like, rows)
-        asked = {name: _asked(table) for name, table in inner.tables.items()}
-        (loss, aux), (gradient, grads, numbers) = jax.value_and_grad(loss_fn, (0, 1, 2), has_aux=True)(
-            zero, inner.params, asked
-        )
+        zeros = {name: Change(jnp.zeros_like(rows[name]), _zero_numbers(table)) for name, table in state.tables.items()}
+        (loss, aux), (found, grads) = probe(fn, probed, zeros, state.params)
         _check_integrated(integrated)
+        params, others_state = descend(self.others, grads, state.params, state.others_state, loss)
         rate = scheduled(self.step_size, step)
-        updates, others_state = self.others.update(grads, inner.others_state, inner.params, value=loss)
-        others = cast(Params, optax.apply_updates(inner.params, updates))
-        squares = jax.tree.map(lambda g: g * g, gradient)
-        sums = {name: inner.sums[name].at[index[name]].get(mode="promise_in_bounds") + squares[name] for name in rows}
-        moved = {
-            name: value - jnp.asarray(rate, value.dtype) * gradient[name] / jnp.sqrt(sums[name] + _SMALLEST_SUM)
-            for name, value in rows.items()
-        }
-        accepted = all_finite((loss, grads, moved, sums, others)) & stays_finite(others_state, inner.others_state)
-        there, here = (others, others_state), (inner.params, inner.others_state)
-        (others, others_state), refused = moved_or_kept(accepted, there, here, inner.refused)
-        tables, new_sums = {}, {}
-        for name, table in inner.tables.items():
+        steps = {}
+        for name, value in rows.items():
+            gradient = found[name].rows
+            square = gradient * gradient
+            sums = state.sums[name].at[index[name]].get(mode="promise_in_bounds") + square
+            moved = value - jnp.asarray(rate, value.dtype) * gradient / jnp.sqrt(sums + _SMALLEST_SUM)
+            steps[name] = _RowStep(index[name], value, moved, square, sums, found[name].numbers)
+        finite = all_finite((grads, params, [(one.moved, one.sums) for one in steps.values()]))
+        return Trial(loss, aux, {"params": params, "others_state": others_state}, finite, (step, steps))
+
+    def _keep(self, trial: Trial, accepted: Array, state: RowSparseState) -> RowSparseState:
+        step, steps = trial.rest
+        due = accepted & ((step + 1 - state.refused.astype(step.dtype)) % self.refresh == 0)
+        tables, sums, tracked = {}, {}, {}
+        for name, table in state.tables.items():
+            one = steps[name]
             # A select on the rows; one on the tables would read and write all of them.
-            value = jnp.where(accepted, moved[name], rows[name])
-            change = jnp.where(accepted, squares[name], 0.0)
-            tables[name] = dataclasses.replace(table, values=_placed(table.values, index[name], value))
-            new_sums[name] = inner.sums[name].at[index[name]].add(change, mode="promise_in_bounds", unique_indices=True)
-            followed = _followed(table, tracked[name], index[name], rows[name], value)
-            done = step + 1 - inner.refused.astype(step.dtype)
-            due = accepted & (done % self.refresh == 0)
-            tables[name], tracked[name] = self._refreshed(tables[name], followed, numbers[name], due)
-        after = RowSparseState(others, others_state, tables, new_sums, tracked, refused)
-        return (loss, aux), (step + 1, after), accepted
+            value = jnp.where(accepted, one.moved, one.rows)
+            change = jnp.where(accepted, one.square, 0.0)
+            moved = dataclasses.replace(table, values=_placed(table.values, one.index, value))
+            sums[name] = state.sums[name].at[one.index].add(change, mode="promise_in_bounds", unique_indices=True)
+            followed = _followed(table, state.tracked[name], one.index, one.rows, value)
+            tables[name], tracked[name] = self._refreshed(moved, followed, one.numbers, due)
+        return super()._keep(trial, accepted, state)._replace(tables=tables, sums=sums, tracked=tracked)
 
     def _refreshed(self, table: Table, tracked: Any, numbers: list[Array] | None, due: Array) -> tuple[Table, Any]:
         """The control variate with the kernel as it is now, and what it tracks computed anew, when that is due."""
@@ -203,7 +194,7 @@ class RowSparse(AbstractEvaluatingOptimizer):
         return dataclasses.replace(table, control=control), tracked
 
 
-def _asked(table: Table) -> list[Array] | None:
+def _zero_numbers(table: Table) -> list[Array] | None:
     if table.control is None:
         return None
     numbers = numbers_of(table.control.kernel, table.size)

@@ -183,5 +183,5 @@ def perturbed_moments(
         own_mean: the part of the mean that these sites make, (..., N), where the mean has other parts.
     """
     mean, variance = perturb_marginals(perturbed, a, q.mean, q.variance, own_mean)
-    kl = perturb_kl(perturbed.perturbation, perturbed.sites if sites is None else sites, q.kl)
+    kl = perturb_kl(perturbed.zero, perturbed.value if sites is None else sites, q.kl)
     return q._replace(mean=mean, variance=variance, kl=kl)

@@ -13,7 +13,6 @@ the backward pass that also differentiates the hyperparameters, and it passes th
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 from jax import Array
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
 
+from numpyro_sgp._internal.probed import Probed
 from numpyro_sgp._internal.pytrees import own_copy
 from numpyro_sgp.inducing import AbstractInducing
 from numpyro_sgp.math.linalg import matmul, matvec_transposed
@@ -33,7 +33,6 @@ __all__ = [
     "TiedSites",
     "perturb_kl",
     "perturb_marginals",
-    "sites_of",
 ]
 
 
@@ -201,21 +200,11 @@ class Perturbation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Perturbed:
-    """What an optimizer puts in the place of sites when it asks for the natural direction.
+class Perturbed(Probed):
+    """What `NaturalGradient` puts in the place of sites when it asks for the natural direction."""
 
-    Args:
-        sites: the natural parameters at which the loss is evaluated.
-        perturbation: zeros, to be differentiated.
-    """
-
-    sites: AbstractSites
-    perturbation: Perturbation
-
-
-def sites_of(value: Any) -> Any:
-    """The sites themselves, whether an optimizer perturbs them or not."""
-    return value.sites if isinstance(value, Perturbed) else value
+    value: AbstractSites
+    zero: Perturbation
 
 
 @jax.custom_jvp
@@ -267,7 +256,7 @@ def perturb_marginals(
         variance: posterior variances, (..., N).
         own_mean: aᵀE[φ], the part of the mean that these sites make, (..., N), where the mean has other parts.
     """
-    perturbation, m = perturbed.perturbation, jax.lax.stop_gradient(mean if own_mean is None else own_mean)
+    perturbation, m = perturbed.zero, jax.lax.stop_gradient(mean if own_mean is None else own_mean)
     if a is None:
         delta_mean, quadratic = perturbation.epsilon1, perturbation.epsilon2
     else:

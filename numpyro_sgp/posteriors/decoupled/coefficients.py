@@ -11,18 +11,15 @@ import dataclasses
 import jax
 from jax import Array
 
-__all__ = ["AbstractCoefficients", "Ascending", "Coefficients", "Response", "coefficients_of"]
+from numpyro_sgp._internal.probed import Probed
 
-
-@dataclasses.dataclass(frozen=True)
-class AbstractCoefficients:
-    """The type tells an optimizer that these are the coefficients of a mean basis."""
+__all__ = ["Coefficients", "ProbedCoefficients", "Response"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Coefficients(AbstractCoefficients):
-    """Preconditioned coefficients a₀ of a mean basis γ.
+class Coefficients:
+    """Preconditioned coefficients a₀ of a mean basis γ; the type tells an optimizer what they are.
 
     Args:
         values: a₀, (..., M_γ).
@@ -62,29 +59,21 @@ class Response:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ascending(AbstractCoefficients):
+class ProbedCoefficients(Probed):
     """What `DualAscent` puts in the place of coefficients.
 
     Args:
-        coefficients: those at which the loss is evaluated.
+        value: the coefficients at which the loss is evaluated.
+        zero: a response of zero, to be differentiated.
         tracked: the vectors whose projections are tracked, the first of them those coefficients, (S, ..., M_γ).
         projected: L⁻¹K_uγ times these vectors, (S, ..., M), or None where nothing is projected.
         refresh: whether to compute `projected` anew; True where hyperparameters move.
-        response: zero, to be differentiated.
         rows_seen: receives the (static) number of rows of the batch when the loss is traced.
     """
 
-    coefficients: Coefficients
+    value: Coefficients
+    zero: Response
     tracked: Array
     projected: Array | None
     refresh: Array | bool
-    response: Response
     rows_seen: list[int]
-
-
-def coefficients_of(value: AbstractCoefficients) -> Coefficients:
-    """The coefficients themselves, in a step of an optimizer or not."""
-    if isinstance(value, Ascending):
-        return value.coefficients
-    assert isinstance(value, Coefficients)
-    return value

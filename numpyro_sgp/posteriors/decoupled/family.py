@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpyro
 
 from numpyro_sgp._internal.checks import positive
+from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.sparse_regression import RegressionPosterior, started_mean_and_root, started_sites
 from numpyro_sgp.inducing import AbstractInducing, GrowingInducing, InducingPoints, find_rows
 from numpyro_sgp.math.linalg import matmul
-from numpyro_sgp.posteriors.decoupled.coefficients import Ascending, Coefficients, coefficients_of
+from numpyro_sgp.posteriors.decoupled.coefficients import Coefficients, ProbedCoefficients
 from numpyro_sgp.posteriors.decoupled.formulas import (
     Span,
     at_data,
@@ -44,7 +45,7 @@ from numpyro_sgp.posteriors.family import (
 from numpyro_sgp.posteriors.gaussian import FittedParameters, InducingGaussian, Parameters, root_of_points
 from numpyro_sgp.posteriors.mean_basis import InducingMean
 from numpyro_sgp.posteriors.moments import Moments, Projection, perturbed_moments, project
-from numpyro_sgp.posteriors.natural_parameters import Perturbed, TiedSites, sites_of
+from numpyro_sgp.posteriors.natural_parameters import Perturbed, TiedSites
 from numpyro_sgp.posteriors.process import MeanPart, ProcessPosterior, process_over
 from numpyro_sgp.posteriors.whitened.formulas import whitened
 
@@ -75,9 +76,9 @@ class _Block(NamedTuple):
         """E[v], as a function of the perturbation of the sites, (..., M)."""
         if self.m is not None:
             return self.m
-        sites = sites_of(self.value)
+        sites = value_of(self.value)
         m = natural_mean(sites.lambda1, sites.Lambda2)
-        return m + self.value.perturbation.epsilon1 if isinstance(self.value, Perturbed) else m
+        return m + self.value.zero.epsilon1 if isinstance(self.value, Perturbed) else m
 
     def perturb(self, q: Moments) -> Moments:
         """The moments of the whole posterior, as functions of the perturbation of this block's sites."""
@@ -182,8 +183,8 @@ class Decoupled(AbstractPosteriorFamily):
             return second.perturb(block.perturb(solve(block.q, second.q, blocks.kff)))
         span = beta if self.parametrization == "orthogonal" else None
         value, unit = self._coefficients(param, prior, batch_shape, gamma, span, blocks.L)
-        if isinstance(value, Ascending):
-            return block.perturb(self._ascending(value, unit, prior, block.q, gamma, (beta, blocks.L)))
+        if isinstance(value, ProbedCoefficients):
+            return block.perturb(self._in_a_dual_step(value, unit, prior, block.q, gamma, (beta, blocks.L)))
         a = value.values * unit
         function = mean_at(prior.kernel, prior.X, gamma, a)
         # The second as the divergence takes it, whose gradient with respect to a comes from the sampled rows.
@@ -232,7 +233,7 @@ class Decoupled(AbstractPosteriorFamily):
         # m(x) = k_xu Kuu⁻¹m(u) + (k_xγ − k_xu Kuu⁻¹K_uγ)a, whatever of the second part the family has in m(u).
         span = beta if self.parametrization == "orthogonal" else None
         value, unit = self._coefficients(param, prior, batch_shape, gamma, span, L)
-        a = coefficients_of(value).values * unit
+        a = value_of(value).values * unit
         t = mean_projected(kernel, L, beta, gamma, a)
         m = m if self.parametrization == "orthogonal" else m + t
         return InducingGaussian(beta, L, m, S_sqrt), MeanPart(InducingMean(gamma), a, t)
@@ -255,7 +256,7 @@ class Decoupled(AbstractPosteriorFamily):
         """A free Gaussian over whitened inducing variables, by sites or by mean and root."""
         if self.natural:
             value = self._block_sites(param, prior, batch_shape, inducing, prefix, init_from)
-            sites = sites_of(value)
+            sites = value_of(value)
             return _Block(natural_whitened(sites.lambda1, sites.Lambda2, blocks.A, blocks.kff), None, value)
         m, S_sqrt = self._mean_and_root(param, prior, batch_shape, inducing, prefix, init_from)
         return _Block(whitened(m, S_sqrt, blocks.A, blocks.kff), m, None)
@@ -283,7 +284,7 @@ class Decoupled(AbstractPosteriorFamily):
     ) -> tuple[Array, Array]:
         """Mean and triangular root of a free Gaussian over whitened inducing variables."""
         if self.natural:
-            sites = sites_of(self._block_sites(param, prior, batch_shape, inducing, prefix, init_from))
+            sites = value_of(self._block_sites(param, prior, batch_shape, inducing, prefix, init_from))
             return natural_mean_and_root(sites.lambda1, sites.Lambda2)
         M, dtype = inducing.num_inducing, prior.X.dtype
         start = jnp.zeros(M, dtype), jnp.eye(M, dtype=dtype)
@@ -300,7 +301,7 @@ class Decoupled(AbstractPosteriorFamily):
         gamma: AbstractInducing,
         beta: AbstractInducing | None,
         L: Array | None,
-    ) -> tuple[Coefficients | Ascending, Array]:
+    ) -> tuple[Coefficients | ProbedCoefficients, Array]:
         """The coefficients a₀, and what a unit of them is in a: 1 over the root of the variances left to them."""
 
         def init(rng_key: Array) -> Coefficients:
@@ -315,12 +316,12 @@ class Decoupled(AbstractPosteriorFamily):
             residual = residual_variance(L, beta.Kuv(prior.kernel, gamma), kgg) / jnp.mean(kgg, axis=-1, keepdims=True)
             return Coefficients(zeros, residual, projected, _holds(gamma, prior.X))
 
-        value: Coefficients | Ascending = param("a", init)
-        return value, coefficient_units(coefficients_of(value), gamma, prior.kernel)
+        value: Coefficients | ProbedCoefficients = param("a", init)
+        return value, coefficient_units(value_of(value), gamma, prior.kernel)
 
-    def _ascending(
+    def _in_a_dual_step(
         self,
-        value: Ascending,
+        value: ProbedCoefficients,
         unit: Array,
         prior: GaussianProcess,
         q: Moments,
@@ -337,8 +338,8 @@ class Decoupled(AbstractPosteriorFamily):
             )
             raise ValueError(msg)
         value.rows_seen.append(prior.X.shape[-2])
-        kernel, response = prior.kernel, value.response
-        a = jax.lax.stop_gradient(value.coefficients.values) * unit
+        kernel, response = prior.kernel, value.zero
+        a = jax.lax.stop_gradient(value.value.values) * unit
         function = mean_at(kernel, prior.X, gamma, a)
         t = None
         if kind == "orthogonal":
@@ -382,8 +383,8 @@ class Decoupled(AbstractPosteriorFamily):
     ) -> Moments:
         q = self._covariance(param, prior, batch_shape, beta)
         value, unit = self._coefficients(param, prior, batch_shape, gamma, None, None)
-        if isinstance(value, Ascending):
-            return self._ascending(value, unit, prior, q, gamma, None)
+        if isinstance(value, ProbedCoefficients):
+            return self._in_a_dual_step(value, unit, prior, q, gamma, None)
         a = value.values * unit
         mean = mean_at(prior.kernel, prior.X, gamma, a)
         return q._replace(mean=mean, kl=q.kl + 0.5 * self._norm(a, prior.kernel, gamma, None, None))
@@ -409,7 +410,7 @@ class Decoupled(AbstractPosteriorFamily):
             return natural_whitened(*self._precision(param, prior, batch_shape, beta), blocks.A, blocks.kff)
         value = param("sites", TiedSites.zeros(batch_shape, beta.num_inducing, dtype))
         # Only Λ₂ = B is used: the mean is not of this basis, and λ₁ has no gradient.
-        sites = dataclasses.replace(sites_of(value), lambda1=jnp.zeros_like(sites_of(value).lambda1))
+        sites = dataclasses.replace(value_of(value), lambda1=jnp.zeros_like(value_of(value).lambda1))
         q = natural_whitened(sites.lambda1, sites.Lambda2, blocks.A, blocks.kff)
         if isinstance(value, Perturbed):
             q = perturbed_moments(value, blocks.A, q, sites, own_mean=jnp.zeros_like(q.mean))
@@ -421,7 +422,7 @@ class Decoupled(AbstractPosteriorFamily):
         """Whitened sites of the covariance of "full": no λ₁, and the precision B above the prior's."""
         M, dtype = beta.num_inducing, prior.X.dtype
         if self.natural:
-            B = sites_of(param("sites", TiedSites.zeros(batch_shape, M, dtype))).Lambda2
+            B = value_of(param("sites", TiedSites.zeros(batch_shape, M, dtype))).Lambda2
         else:
             start = jnp.broadcast_to(_START_OF_ROOT * jnp.eye(M, dtype=dtype), (*batch_shape, M, M))
             B_sqrt = jnp.tril(param("B_sqrt", start))

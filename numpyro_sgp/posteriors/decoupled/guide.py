@@ -10,13 +10,13 @@ from jax.core import Tracer
 import jax.numpy as jnp
 from numpyro.infer.autoguide import AutoNormal
 
+from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.sparse_regression import RegressionPosterior
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
-from numpyro_sgp.inducing import AbstractInducing, Growing, GrowingInducing, InducingPoints
+from numpyro_sgp.inducing import AbstractInducing, GrowingInducing, InducingPoints, ProbedInducing
 from numpyro_sgp.math.linalg import largest_eigenvalue, matmul
-from numpyro_sgp.posteriors.decoupled.coefficients import coefficients_of
 from numpyro_sgp.posteriors.decoupled.family import Decoupled, Parametrization
 from numpyro_sgp.posteriors.decoupled.formulas import largest_residual_variance
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, Inducing, check_names, for_site, started_at
@@ -190,7 +190,7 @@ class AutoDecoupledGP(AbstractAutoSparseGP):
             for name, q in posteriors.items() if trained else ():
                 inducing, a = (trace.get(f"{name}_{self.prefix}_{symbol}") for symbol in ("inducing", "a"))
                 # A mean basis that is the data is for `DualAscent`, which leaves hyperparameters as they are.
-                refined = a is not None and coefficients_of(a["value"]).of_data
+                refined = a is not None and value_of(a["value"]).of_data
                 if inducing is not None and not refined:
                     _warn_of_a_small_basis(name, inducing["value"], q.prior, num_data)
         return trace, posteriors
@@ -201,7 +201,7 @@ def _warn_of_a_small_basis(site: str, beta: AbstractInducing, prior: GaussianPro
 
     Values that are being traced say nothing: so this speaks when a guide is initialised, and is silent in its steps.
     """
-    if isinstance(beta, GrowingInducing | Growing):  # which explains nothing yet
+    if isinstance(beta, GrowingInducing | ProbedInducing):  # which explains nothing yet
         return
     M, N = beta.num_inducing, max(num_data, prior.X.shape[-2])
     if M >= _SMALL_BASIS or _ROWS_FOR_EACH * M > N:

@@ -9,6 +9,7 @@ from jax import Array
 import jax.numpy as jnp
 from numpyro.infer.autoguide import AutoNormal
 
+from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp._internal.pytrees import own_copy
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
@@ -32,7 +33,7 @@ from numpyro_sgp.posteriors.family import (
 )
 from numpyro_sgp.posteriors.gaussian import FittedParameters, InducingGaussian, Parameters
 from numpyro_sgp.posteriors.moments import Moments, perturbed_moments, project
-from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed, TiedSites, sites_of
+from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed, TiedSites
 from numpyro_sgp.posteriors.process import ProcessPosterior, TableProcess, dense_process
 
 __all__ = ["AutoTSVGP", "Dual"]
@@ -40,7 +41,7 @@ __all__ = ["AutoTSVGP", "Dual"]
 
 def _own_rows(value: DatumSites | Perturbed, prior: GaussianProcess, M: Array) -> Array:
     """`M`, evaluated at the prior's X in the place of the sites' X: NaN if the two are not the same rows."""
-    sites = sites_of(value)
+    sites = value_of(value)
     if sites.X.shape != prior.X.shape:
         msg = (
             f'`sites="per_datum"` holds one site for each of the {sites.X.shape[0]} rows of X given at initialisation; '
@@ -109,7 +110,7 @@ class Dual(AbstractPosteriorFamily):
         if self.inducing is None:
             return None
         inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
-        sites = sites_of(self._sites(param, prior, batch_shape, inducing))
+        sites = value_of(self._sites(param, prior, batch_shape, inducing))
         kernel, jitter = prior.kernel, prior.relative_jitter
         if isinstance(sites, DatumSites):
             L = root_of_prior(inducing, prior)
@@ -141,7 +142,7 @@ class Dual(AbstractPosteriorFamily):
         value = self._sites(param, prior, batch_shape, inducing)
         if self.init_from is None and is_initial(param, "sites"):
             return at_prior(prior.kernel, prior.X)
-        sites = sites_of(value)
+        sites = value_of(value)
         kernel, jitter, Kuv = prior.kernel, prior.relative_jitter, None
         if sites.anchor is not None:
             Kuv = shared_covariance(inducing, sites.anchor, kernel, jitter)
@@ -152,7 +153,7 @@ class Dual(AbstractPosteriorFamily):
         if self.tie == "covariance":
             return perturbed_moments(value, Kuf, q.moments)
         fixed = jax.lax.stop_gradient(q)
-        if value.perturbation.moved is not None:
+        if value.zero.moved is not None:
             lambda1, Lambda2 = fixed.projected_sites()
             sites = TiedSites(lambda1, Lambda2, inducing)
         return perturbed_moments(value, fixed.projections(), q.moments, sites)
@@ -164,7 +165,7 @@ class Dual(AbstractPosteriorFamily):
         kernel, jitter = prior.kernel, prior.relative_jitter
         L, _, A, kff = project(inducing, kernel, prior.X, jitter)
         if isinstance(value, Perturbed):
-            sites = sites_of(value)
+            sites = value_of(value)
             q = dual_per_datum(sites.lambda1, sites.Lambda2, _own_rows(value, prior, A), A, kff)
             return perturbed_moments(value, None, q)
         A_sites = solve_lower(L, inducing.Kuf(kernel, value.fixed_X))
@@ -175,7 +176,7 @@ class Dual(AbstractPosteriorFamily):
         value = param("sites", started_sites(zeros, self.init_from, "datum", None, prior.X))
         kernel, kff = prior.kernel, prior.kernel(prior.X)
         if isinstance(value, Perturbed):
-            sites = sites_of(value)
+            sites = value_of(value)
             K = _own_rows(value, prior, kernel(prior.X, prior.X))
             return perturbed_moments(value, None, dual_dense(sites.lambda1, sites.Lambda2, K, K, kff))
         K, Kxf = kernel(value.fixed_X, value.fixed_X), kernel(value.fixed_X, prior.X)

@@ -38,7 +38,7 @@ from numpyro_sgp.posteriors.quadruply_stochastic.formulas import (
 from numpyro_sgp.posteriors.quadruply_stochastic.table_sums import Chevron, dense_divergence, streamed
 from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import (
     Control,
-    Rows,
+    SampledRows,
     Table,
     Weights,
     features_at,
@@ -115,7 +115,7 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
         if is_initial(param, "basis"):
             # The prior: not one feature is evaluated, of which there may be ten million.
             return at_prior(limit_of(kernel), X) if given is None else given.moments
-        if isinstance(basis, Rows):
+        if isinstance(basis, SampledRows):
             return self._estimated(kernel, X, basis, given, scale)
         return self._exact(kernel, X, basis, given, predicting=bool(getattr(param, "predicting", True)))
 
@@ -209,12 +209,12 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
         return kernel.prior_precision(index) if has_correlated_weights(kernel) else None
 
     def _estimated(
-        self, kernel: Any, X: Array, rows: Rows, given: "_InducingPart | None", scale: Array | None
+        self, kernel: Any, X: Array, rows: SampledRows, given: "_InducingPart | None", scale: Array | None
     ) -> Moments:
-        sample = inclusion(rows.size, len(rows.index))
+        sample = inclusion(rows.value.size, len(rows.index))
         Phi = _rest(given, self._features(kernel, _inputs(given, X), rows.index))
-        now = rows.table.weights(rows.values + rows.change, rows.index)
-        w = rows.table.weights(rows.values, rows.index).linear
+        now = rows.value.weights(rows.values + rows.zero.rows, rows.index)
+        w = rows.value.weights(rows.values, rows.index).linear
         change = now.linear - w
         f, squares = self._mean_and_square(X, Phi, rows, w, change, sample, given)
         precision = self._precision(kernel, rows.index, now)
@@ -227,17 +227,17 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
             kl = kl + chevron_divergence(now.U, now.d, now.log_diagonal, precision, sample)
             # With all weights the variance is exact; elsewhere c is the prior's deviation times a factor.
             c = jnp.exp(scale) * jnp.sqrt(limit_of(kernel)(X))
-            whole = len(rows.index) == rows.size
+            whole = len(rows.index) == rows.value.size
             deviation = jnp.sqrt(variance) if whole else bounding_scale(variance, c)
             q = at_prior(limit_of(kernel), X)._replace(variance=variance)
         else:
             q = given.moments
             variance, deviation = q.variance, jnp.sqrt(q.variance)
             kl = kl + q.kl
-        if rows.asked is not None:
+        if rows.zero.numbers is not None:
             # Zero, whose derivatives are the kernel's numbers as they are now, and 1, times the factor of the loss.
-            numbers = [*lax.stop_gradient(numbers_of(kernel, rows.size)), jnp.ones((), X.dtype)]
-            kl = kl + sum(jnp.sum(zero * number) for zero, number in zip(rows.asked, numbers, strict=True))
+            numbers = [*lax.stop_gradient(numbers_of(kernel, rows.value.size)), jnp.ones((), X.dtype)]
+            kl = kl + sum(jnp.sum(zero * number) for zero, number in zip(rows.zero.numbers, numbers, strict=True))
         # The share of the inducing variables in the mean is exact.
         share = jnp.zeros_like(f[:, 0]) if given is None else q.mean
         sampled = Sampled(
@@ -256,7 +256,7 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
         self,
         X: Array,
         Phi: Array,
-        rows: Rows,
+        rows: SampledRows,
         w: Array,
         change: Array,
         sample: Inclusion,
@@ -265,7 +265,7 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
         """Estimates of Φμ and ΦU, and of their squares, with the control variate that there is."""
         if rows.tracked is None:
             return linear_and_square(Phi, w, change, sample)
-        control = rows.table.control
+        control = rows.value.control
         assert control is not None
         Phi_p = control.features(rows.index)
         if self.control_form == "nystrom":
@@ -349,11 +349,11 @@ def _some_inputs(kernel: Callable, X: Array, rng_key: Array) -> Array:
     return subset(kernel, X, rng_key, num_inducing=min(_DEFAULT_INDUCING, distinct))
 
 
-def _halves(Phi: Array, mean: Array, rows: Rows, share: Array) -> tuple[Array, Array]:
+def _halves(Phi: Array, mean: Array, rows: SampledRows, share: Array) -> tuple[Array, Array]:
     half = len(rows.index) // 2
     return (
-        share + rows.size / half * matvec(Phi[:, :half], mean[:half]),
-        share + rows.size / (len(mean) - half) * matvec(Phi[:, half:], mean[half:]),
+        share + rows.value.size / half * matvec(Phi[:, :half], mean[:half]),
+        share + rows.value.size / (len(mean) - half) * matvec(Phi[:, half:], mean[half:]),
     )
 
 

@@ -1,7 +1,6 @@
 """Tables of weights that are too long to be touched as a whole: a row for each basis function, sampled rows in a step.
 
-`Table` is what the parameters hold; the optimizer `RowSparse` puts `Rows` in its place when it evaluates the loss. The
-types tell it which parameters are its own.
+`Table` is what the parameters hold. `RowSparse` puts `SampledRows` in its place when it evaluates the loss.
 """
 
 from collections.abc import Callable
@@ -13,11 +12,23 @@ import jax
 from jax import Array, lax
 import jax.numpy as jnp
 
+from numpyro_sgp._internal.probed import Probed
 from numpyro_sgp.features import HilbertSpace, InducingBasis, RandomFourier
 from numpyro_sgp.features.finite_rank import has_correlated_weights
 from numpyro_sgp.math.linalg import cholesky, matmul
 
-__all__ = ["Control", "Rows", "Table", "Weights", "draw_index", "features_at", "limit_of", "numbers_of", "with_numbers"]
+__all__ = [
+    "Change",
+    "Control",
+    "SampledRows",
+    "Table",
+    "Weights",
+    "draw_index",
+    "features_at",
+    "limit_of",
+    "numbers_of",
+    "with_numbers",
+]
 
 
 def limit_of(kernel: Any) -> Callable:
@@ -173,29 +184,36 @@ def with_numbers(kernel: Any, numbers: list[Array], size: int) -> Any:
     return structure.unflatten(next(left) if _moves(leaf, size) else leaf for leaf in leaves)
 
 
+class Change(NamedTuple):
+    """What derivatives with respect to a zero of this form are.
+
+    Attributes:
+        rows: the gradient with respect to the sampled rows, (M, c).
+        numbers: the kernel's numbers as they are in the loss, and 1, all times the factor of the divergence; or None.
+    """
+
+    rows: Array
+    numbers: list[Array] | None
+
+
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class SampledRows(Probed):
     """What `RowSparse` puts in the place of a table.
 
     Args:
-        table: the table, whose values are not to be read.
-        size: m.
+        value: the table, whose values are not to be read.
+        zero: a change of zero, to be differentiated.
         values: sampled rows, (M, c).
-        change: zero, to be differentiated, (M, c).
         index: which rows, (M,), distinct.
         tracked: Φ_p w of all weights, (P, 1 + k), or None.
-        asked: zeros in the place of the kernel's numbers, and one for the factor of the divergence in the loss, to be
-            differentiated, or None.
         integrated: receives an entry when a loss integrates over the estimate as it must be.
     """
 
-    table: Table
-    size: int
+    value: Table
+    zero: Change
     values: Array
-    change: Array
     index: Array
     tracked: Array | None
-    asked: list[Array] | None
     integrated: Any
 
 

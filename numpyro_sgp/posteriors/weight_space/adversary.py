@@ -6,9 +6,10 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
+from numpyro_sgp._internal.probed import Probed
 from numpyro_sgp.math.linalg import mirrored
 
-__all__ = ["Adversary", "Playing", "adversary_of"]
+__all__ = ["Adversary", "ProbedAdversary", "adversary_of"]
 
 
 @jax.tree_util.register_dataclass
@@ -30,18 +31,15 @@ class Adversary:
 
 
 @dataclasses.dataclass(frozen=True)
-class Playing:
-    """What `DescentAscent` puts in the place of an adversary when it asks for the gradient with respect to it.
+class ProbedAdversary(Probed):
+    """What `DescentAscent` puts in the place of an adversary when it asks for the gradient with respect to it."""
 
-    Args:
-        adversary: the matrix at which the loss is evaluated.
-    """
-
-    adversary: Adversary
+    value: Adversary
+    zero: Adversary
 
 
-def adversary_of(value: Adversary | Playing) -> Array:
-    """The matrix: with a gradient for `DescentAscent`, a constant for any other optimizer, which would descend."""
-    if isinstance(value, Playing):
-        return value.adversary.matrix
-    return jax.lax.stop_gradient(value.matrix)
+def adversary_of(parameter: Adversary | ProbedAdversary) -> Array:
+    """The matrix, a constant for any optimizer but `DescentAscent`, since another one would descend."""
+    if isinstance(parameter, ProbedAdversary):
+        return jax.lax.stop_gradient(parameter.value.matrix) + parameter.zero.matrix
+    return jax.lax.stop_gradient(parameter.matrix)

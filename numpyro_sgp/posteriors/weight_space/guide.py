@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_sgp._internal.checks import positive
+from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.features import WeightVariables, as_finite_rank
 from numpyro_sgp.features.finite_rank import (
@@ -25,7 +26,7 @@ from numpyro_sgp.posteriors.dual.tied import tied, tied_mean_and_root
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
 from numpyro_sgp.posteriors.gaussian import InducingGaussian, Parameters
 from numpyro_sgp.posteriors.moments import Moments, perturbed_moments
-from numpyro_sgp.posteriors.natural_parameters import Perturbed, TiedSites, sites_of
+from numpyro_sgp.posteriors.natural_parameters import Perturbed, TiedSites
 from numpyro_sgp.posteriors.weight_space.adversary import Adversary
 from numpyro_sgp.posteriors.weight_space.formulas import tempered_mean_and_root, weight_space, weight_space_mean
 from numpyro_sgp.posteriors.weight_space.stale import HeldSites, held_moments
@@ -103,7 +104,7 @@ class WeightSpace(AbstractPosteriorFamily):
         if self.parametrization == "mean":
             return self._mean_and_sums(param, kernel, Phi, batch_shape)
         value = param("sites", TiedSites.zeros(batch_shape, Phi.shape[-1], X.dtype))
-        sites = sites_of(value)
+        sites = value_of(value)
         self._check_kind(value)
         if has_correlated_weights(kernel):
             # Sites as sums of S⁻¹φ_i, functions of u = S w, stay closer to what they were while hyperparameters move.
@@ -132,7 +133,7 @@ class WeightSpace(AbstractPosteriorFamily):
         m = None
         if self.parametrization == "mean":
             m = param("m", jnp.zeros((*batch_shape, r), L.dtype))
-        sites = sites_of(param("sites", None))
+        sites = value_of(param("sites", None))
         self._check_kind(sites)
         if isinstance(sites, HeldSites):
             return sites.m if m is None else m, jnp.swapaxes(sites.root, -1, -2)
@@ -152,7 +153,7 @@ class WeightSpace(AbstractPosteriorFamily):
         A, r, natural = jnp.swapaxes(Phi, -1, -2), Phi.shape[-1], self.parametrization == "natural"
         m = None if natural else param("m", jnp.zeros((*batch_shape, r), X.dtype))
         value = param("sites", lambda _: HeldSites.zeros(batch_shape, r, X.dtype, self.refresh, with_mean=natural))
-        sites = sites_of(value)
+        sites = value_of(value)
         self._check_kind(value)
         q = held_moments(sites, m, A)
         return perturbed_moments(value, A, q) if isinstance(value, Perturbed) else q
@@ -197,7 +198,7 @@ class WeightSpace(AbstractPosteriorFamily):
         correlated = has_correlated_weights(kernel)
         basis = whiten_features(kernel, Phi) if correlated else Phi
         s = jnp.ones(r, dtype) if correlated else weight_precision(kernel, Phi)
-        q = weight_space_mean(m / jnp.sqrt(s), sites_of(value).Lambda2, basis, s)
+        q = weight_space_mean(m / jnp.sqrt(s), value_of(value).Lambda2, basis, s)
         return perturbed_moments(value, jnp.swapaxes(basis, -1, -2), q) if isinstance(value, Perturbed) else q
 
     def _check_kind(self, value: Any) -> None:
@@ -206,7 +207,7 @@ class WeightSpace(AbstractPosteriorFamily):
         Sums of whitened features, in `HeldSites`, are in another basis; and an optimizer goes by the number that is in
         the sites.
         """
-        sites = sites_of(value)
+        sites = value_of(value)
         refresh = sites.refresh if isinstance(sites, HeldSites) else 1
         same = refresh == self.refresh if isinstance(value, Perturbed) else (refresh > 1) == (self.refresh > 1)
         if not same:

@@ -8,6 +8,7 @@ from jax import Array
 import jax.numpy as jnp
 from numpyro.infer.autoguide import AutoNormal
 
+from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_regression import RegressionPosterior, started_mean_and_root, started_sites
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
@@ -28,7 +29,7 @@ from numpyro_sgp.posteriors.family import (
 )
 from numpyro_sgp.posteriors.gaussian import InducingGaussian, Parameters
 from numpyro_sgp.posteriors.moments import Moments, perturbed_moments, project
-from numpyro_sgp.posteriors.natural_parameters import Perturbed, TiedSites, sites_of
+from numpyro_sgp.posteriors.natural_parameters import Perturbed, TiedSites
 from numpyro_sgp.posteriors.whitened.formulas import unwhitened, whitened
 
 __all__ = ["AutoSVGP", "NaturalWhitened", "Unwhitened", "Whitened"]
@@ -125,7 +126,7 @@ class NaturalWhitened(AbstractPosteriorFamily):
 
     def gaussian(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> InducingGaussian:
         inducing, value = self._parameters(param, prior, batch_shape)
-        sites = sites_of(value)
+        sites = value_of(value)
         return InducingGaussian(
             inducing, root_of_prior(inducing, prior), *natural_mean_and_root(sites.lambda1, sites.Lambda2)
         )
@@ -134,7 +135,7 @@ class NaturalWhitened(AbstractPosteriorFamily):
         inducing, value = self._parameters(param, prior, batch_shape)
         if self.init_from is None and is_initial(param, "sites"):
             return at_prior(prior.kernel, prior.X)
-        sites = sites_of(value)
+        sites = value_of(value)
         blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
         q = natural_whitened(sites.lambda1, sites.Lambda2, blocks.A, blocks.kff)
         return perturbed_moments(value, blocks.A, q) if isinstance(value, Perturbed) else q
