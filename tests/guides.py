@@ -1,6 +1,9 @@
 """The table of guides that every test of models runs through, and parameters at which nothing is special."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import SVI
 from numpyro.primitives import Messenger
@@ -8,6 +11,9 @@ import optax
 
 import numpyro_sgp as sgp
 from numpyro_sgp.distributions.wrappers import rewrap, unwrap
+from numpyro_sgp.posteriors.decoupled.coefficients import Coefficients
+from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, inducing_param, root_of_prior
+from numpyro_sgp.posteriors.gaussian import InducingGaussian
 from numpyro_sgp.posteriors.natural_parameters import DatumSites, TiedSites
 
 
@@ -41,10 +47,34 @@ GUIDES = {
 }
 # One of each kind, for what does not depend on how a posterior is parametrised.
 KINDS = ["whitened", "natural", "tied", "dense"]
-# Those, and one whose prior is not the model's: for what is said of posteriors alone.
+
+
+@dataclasses.dataclass(frozen=True)
+class MeanField(AbstractPosteriorFamily):
+    """A family of one's own: whitened inducing variables that are independent of each other."""
+
+    inducing: np.ndarray
+
+    def gaussian(self, param, prior, batch_shape):
+        inducing = inducing_param(param, self.inducing, prior, False)
+        zeros = jnp.zeros((*batch_shape, inducing.num_inducing), prior.X.dtype)
+        S_sqrt = jnp.exp(param("log_s", zeros))[..., None] * jnp.eye(inducing.num_inducing, dtype=zeros.dtype)
+        return InducingGaussian(inducing, root_of_prior(inducing, prior), param("m", zeros), S_sqrt)
+
+
+def mean_field(model, Z, **options):
+    by_site = isinstance(Z, dict)
+    return sgp.AutoSparseGP(
+        model, {site: MeanField(z) for site, z in Z.items()} if by_site else MeanField(Z), **options
+    )
+
+
+# Those, and ones of another form: for what is said of posteriors alone.
 POSTERIORS = {
     **{name: GUIDES[name] for name in KINDS},
     "weights": lambda model, Z, **options: sgp.AutoWeightSpaceGP(OnBasis(model, Z), **options),
+    "decoupled": lambda model, Z, **options: sgp.AutoDecoupledGP(model, Z, Z, **options),
+    "mean_field": mean_field,
 }
 MINIBATCH = ["whitened", "unwhitened", "natural", "tied", "tied_covariance"]
 ONE_SITE_A_ROW = ["per_datum", "dense"]
@@ -71,13 +101,15 @@ def arbitrary_parameters(model, guide, *args, seed=0, **kwargs):
         return rng.normal(size=value.shape).astype(value.dtype)
 
     def moved(name, value):
-        if name.endswith("_m"):
+        if name.endswith(("_m", "_log_s")):
             return normal(value)
+        if isinstance(value, Coefficients):
+            return dataclasses.replace(value, values=normal(value.values))
         if name.endswith("_S_sqrt"):
             return value + 0.3 * np.tril(normal(value))
         if isinstance(value, TiedSites):
             root = normal(value.Lambda2)
-            return TiedSites(normal(value.lambda1), root @ np.swapaxes(root, -1, -2), value.anchor)
+            return TiedSites(normal(value.lambda1), root @ np.swapaxes(root, -1, -2), value.reference)
         if isinstance(value, DatumSites):
             return DatumSites(normal(value.lambda1), np.square(normal(value.Lambda2)), value.X)
         return value

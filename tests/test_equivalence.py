@@ -152,7 +152,7 @@ def test_one_natural_step_on_a_gaussian_likelihood_is_titsias_from_any_start(nam
 
 @pytest.mark.once
 @pytest.mark.usefixtures("x64")
-def test_the_dense_posterior_after_one_step_has_the_log_marginal_likelihood_and_predicts_as_gp_regression():
+def test_the_dense_posterior_after_one_step_is_gp_regression():
     model, guide, y, params = set_up("dense")
     svi, state = svi_at(params, model, guide, sgp.NaturalGradient(1.0, frozen), X, y)
     state, _ = jax.jit(svi.update)(state, X, y)
@@ -260,7 +260,7 @@ def test_the_gradient_of_trained_inducing_inputs_is_that_of_the_dense_bound(name
         moved = Z + t * direction
         if name != "tied":
             return dense_loss(name, params, y, LENGTHSCALE, VARIANCE, NOISE, moved)
-        # Sites of functions at the anchor, whose jitter moves along.
+        # Sites of functions at the reference, whose jitter moves along.
         prior = blocks(name, Z=moved)
         shared = oracles.se(Z, moved, LENGTHSCALE, VARIANCE) + JITTER * VARIANCE * np.eye(M)
         sites = params["f_auto_sites"]

@@ -1,6 +1,5 @@
 """Functions drawn from a posterior have its mean and covariance, and are the same functions at every call."""
 
-import dataclasses
 import functools
 import pickle
 
@@ -20,9 +19,7 @@ import numpyro_sgp as sgp
 from numpyro_sgp import kernels
 from numpyro_sgp.features.decomposition import term_features, terms
 from numpyro_sgp.kernels import Matern52, SquaredExponential
-from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, inducing_param, root_of_prior
 from numpyro_sgp.posteriors.functions import _draw_prior, _prior_at, sample_functions
-from numpyro_sgp.posteriors.gaussian import InducingGaussian
 from numpyro_sgp.posteriors.process import process_posterior
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -411,18 +408,7 @@ def test_inputs_of_another_width_and_wrong_counts_raise():
 
 @pytest.mark.once
 def test_a_new_posterior_is_one_family():
-    @dataclasses.dataclass(frozen=True)
-    class Diagonal(AbstractPosteriorFamily):
-        inducing: np.ndarray
-
-        def gaussian(self, param, prior, batch_shape):
-            inducing = inducing_param(param, self.inducing, prior, False)
-            m = param("m", jnp.zeros((*batch_shape, inducing.num_inducing)))
-            log_s = param("log_s", jnp.zeros((*batch_shape, inducing.num_inducing)))
-            S_sqrt = jnp.exp(log_s)[..., None] * jnp.eye(inducing.num_inducing)
-            return InducingGaussian(inducing, root_of_prior(inducing, prior), m, S_sqrt)
-
-    guide = sgp.AutoSparseGP(plain, Diagonal(Z))
+    guide = POSTERIORS["mean_field"](plain, Z)
     params = arbitrary_parameters(plain, guide, X, y)
     params["f_auto_log_s"] = jnp.linspace(-2.0, 0.0, len(Z))
     expected = guide.posterior(jax.random.key(0), params, X_new)["f"]

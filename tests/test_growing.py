@@ -37,7 +37,7 @@ def basis_of(inputs, capacity, rows=N):
     empty = sgp.growing(None, np.zeros((rows, inputs.shape[-1])), capacity=capacity)
     number = len(inputs)
     return dataclasses.replace(
-        empty, anchor=empty.anchor.at[:number].set(inputs), active=empty.active.at[:number].set(1.0)
+        empty, reference=empty.reference.at[:number].set(inputs), active=empty.active.at[:number].set(1.0)
     )
 
 
@@ -356,10 +356,10 @@ def test_a_run_of_plain_steps_with_particles_moves_the_inputs_that_are_there():
         moved = np.any(np.asarray(basis.offset) != 0.0, axis=-1)
         # Those added in the last step have had no gradient yet; those of γ none before their coefficients moved.
         assert_array_equal(moved[2:], False)
-        assert {*map(tuple, np.asarray(basis.anchor)[:3])} <= {*map(tuple, X)}
+        assert {*map(tuple, np.asarray(basis.reference)[:3])} <= {*map(tuple, X)}
     assert np.any(np.asarray(beta.offset)[0] != 0.0)
     # Different rows for the two in each step.
-    assert np.all(np.any(np.asarray(beta.anchor)[:3] != np.asarray(gamma.anchor)[:3], axis=-1))
+    assert np.all(np.any(np.asarray(beta.reference)[:3] != np.asarray(gamma.reference)[:3], axis=-1))
     assert_array_equal(np.asarray(params["f_auto_a"].values)[3:], 0.0)
 
 

@@ -439,7 +439,7 @@ def test_khat_tells_a_right_posterior_from_a_broken_one():
     assert psis_khat(jax.random.key(1), svi, result, X, counts) < 0.7
     sites = result.params["f_auto_sites"]
     # Ten times the precision that the data give: the tails of the posterior are missed.
-    broken = {**result.params, "f_auto_sites": type(sites)(10.0 * sites.lambda1, 10.0 * sites.Lambda2, sites.anchor)}
+    broken = {**result.params, "f_auto_sites": type(sites)(10.0 * sites.lambda1, 10.0 * sites.Lambda2, sites.reference)}
     assert psis_khat(jax.random.key(1), svi, broken, X, counts) > 0.7
 
 

@@ -316,7 +316,7 @@ def test_the_floor_keeps_tied_precisions_positive_semi_definite():
 @pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_step_after_the_inducing_inputs_have_moved_starts_from_the_same_posterior_there():
-    # ρ = 0.4 between the old sites, functions of u' at the anchor, and targets at u; both re-expressed in u.
+    # ρ = 0.4 between the old sites, functions of u' at the reference, and targets at u; both re-expressed in u.
     model, guide, y, params = set_up("tied", "poisson", learn_inducing=True)
     moved = Z + 0.2 * np.random.default_rng(1).normal(size=Z.shape)
     params = {**params, "f_auto_inducing": sgp.InducingPoints(jnp.asarray(moved))}
@@ -331,7 +331,7 @@ def test_a_step_after_the_inducing_inputs_have_moved_starts_from_the_same_poster
     a = np.linalg.solve(prior.Kuu, prior.Kuf)
     assert_allclose(new.lambda1, 0.6 * W.T @ old.lambda1 + 0.4 * a @ (alpha - 2.0 * by_variance * mean), rtol=1e-8)
     assert_allclose(new.Lambda2, 0.6 * W.T @ old.Lambda2 @ W + 0.4 * (a * -2.0 * by_variance) @ a.T, rtol=1e-8)
-    assert_allclose(new.anchor.Z, moved, rtol=0.0)
+    assert_allclose(new.reference.Z, moved, rtol=0.0)
 
 
 # The perturbation.

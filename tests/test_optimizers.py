@@ -253,5 +253,5 @@ def test_sites_of_a_latent_that_is_masked_stay_and_those_of_others_move_with_the
     assert np.any(ends[0].lambda1 != 0.0)
     assert_allclose(ends[1].lambda1[1], ends[0].lambda1, rtol=1e-9)
     assert_allclose(ends[1].Lambda2[1], ends[0].Lambda2, rtol=1e-9, atol=1e-12)
-    assert_allclose(ends[1].anchor.Z, ends[0].anchor.Z, rtol=1e-12)
+    assert_allclose(ends[1].reference.Z, ends[0].reference.Z, rtol=1e-12)
     assert np.all(ends[1].lambda1[0] == 0.0)

@@ -19,7 +19,7 @@ from numpyro_sgp import features, kernels
 from numpyro_sgp._internal.curvature import is_quadratic
 from numpyro_sgp.losses.concavity import check_concave, dependence
 from numpyro_sgp.posteriors.quadruply_stochastic import formulas as quadruply_stochastic_formulas
-from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import Change, SampledRows, Table, draw_index
+from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import Change, SampledRows, WeightTable, draw_index
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
 
@@ -167,7 +167,7 @@ def test_an_augmented_variance_is_that_of_a_basis_function_at_the_input():
     assert_allclose(found, 0.2 + v, rtol=1e-12)
 
 
-def test_the_bounding_scale_gives_a_bound_where_the_printed_root_does_not_and_the_jackknife_is_exact_for_squares():
+def test_the_bounding_scale_gives_a_bound_and_the_jackknife_is_exact_for_squares():
     sample, scale = quadruply_stochastic_formulas.inclusion(m, M), 0.8
     nodes, weights = map(jnp.asarray, oracles.gauss_hermite(60))
 
@@ -298,7 +298,7 @@ def set_up(name, form, likelihood="normal", batch=BATCH):
     rng = np.random.default_rng(0)
     table = params["f_auto_basis"]
     values = jnp.asarray(0.5 * rng.normal(size=table.values.shape))
-    params["f_auto_basis"] = Table(values, table.control, table.batch, table.dense_columns)
+    params["f_auto_basis"] = WeightTable(values, table.control, table.batch, table.dense_columns)
     if "f_auto_S_sqrt" in params:
         params["f_auto_S_sqrt"] = params["f_auto_S_sqrt"] + 0.3 * np.tril(rng.normal(size=(3, 3)))
         params["f_auto_m"] = jnp.asarray(0.5 * rng.normal(size=3))
@@ -354,7 +354,7 @@ def enumerated(name, form, likelihood):
     hyper = {key: params[key] for key in ("a", "b", "noise") if key in params}
 
     def whole(values, hyper):
-        moved = Table(values, table.control, table.batch, table.dense_columns)
+        moved = WeightTable(values, table.control, table.batch, table.dense_columns)
         return loss_at({**params, **hyper, "f_auto_basis": moved}, model, guide, X, y_of(likelihood))
 
     def sampled(index):
@@ -397,9 +397,7 @@ def test_with_a_gaussian_likelihood_losses_and_gradients_average_to_those_of_the
 @pytest.mark.parametrize(
     ("form", "likelihood"), [("covariance of inducing variables", "logistic"), ("mean-field", "laplace")]
 )
-def test_with_another_likelihood_the_loss_is_above_the_dense_one_and_equal_to_it_with_all_basis_functions(
-    form, likelihood
-):
+def test_with_another_likelihood_the_loss_bounds_the_dense_one_and_equals_it_with_all_functions(form, likelihood):
     _, (value, _, _), sampled = enumerated("fourier", form, likelihood)
     assert np.mean(sampled[0]) > value + 1e-3
     model, guide, params = set_up("fourier", form, likelihood, batch=RANK)
@@ -423,7 +421,7 @@ def test_the_jackknife_takes_estimates_from_the_two_halves_of_a_sample():
 
     def psi(index):
         values = jnp.zeros_like(table.values).at[index].set(RANK / len(index) * table.values[index])
-        moved = Table(values, table.control, table.batch, table.dense_columns)
+        moved = WeightTable(values, table.control, table.batch, table.dense_columns)
         mean, covariance, _ = dense_posterior("fourier", "jackknife", {**params, "f_auto_basis": moved})
         f = mean + 0.2 + np.sqrt(np.diag(covariance)) * nodes[:, None]
         return np.sum(weights @ -np.logaddexp(0.0, 3.0 * f * (1.0 - 2.0 * outcomes)))
@@ -455,7 +453,7 @@ def test_with_inducing_variables_that_are_no_function_values_the_mean_is_in_the_
     assert "f_auto_m" not in params
     table = params["f_auto_basis"]
     weights = RNG.normal(size=table.size)
-    params["f_auto_basis"] = Table(jnp.asarray(weights)[:, None], table.control, table.batch, table.dense_columns)
+    params["f_auto_basis"] = WeightTable(jnp.asarray(weights)[:, None], table.control, table.batch, table.dense_columns)
     kernel = KERNELS["fourier"](float(params["a"]), float(params["b"]))
     Phi = np.asarray(kernel.features(X_NEW)) / np.sqrt(np.asarray(kernel.prior_precision()))
     q = guide.posterior(jax.random.key(0), params, X_NEW)["f"]

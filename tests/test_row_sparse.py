@@ -15,7 +15,7 @@ import pytest
 
 import numpyro_sgp as sgp
 from numpyro_sgp import features, kernels
-from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import Table
+from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import WeightTable
 
 pytestmark = pytest.mark.once
 
@@ -251,7 +251,7 @@ def test_a_plain_optimizer_on_a_long_table_is_warned_of_with_the_bytes():
 
     def loss(values):
         params = svi.get_params(svi.init(jax.random.key(0), X, Y, kernel=fourier(10**4)))
-        params["f_auto_basis"] = Table(values, None, 1000, None)
+        params["f_auto_basis"] = WeightTable(values, None, 1000, None)
         return svi.loss.loss(jax.random.key(0), params, model, svi.guide, X, Y, kernel=fourier(10**8))
 
     with pytest.warns(UserWarning, match=r"m = 100,000,000 .*3,200,000,000 bytes.*RowSparse"):

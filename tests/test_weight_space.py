@@ -28,7 +28,7 @@ from numpyro_sgp.features.finite_rank import precision_matrix
 from numpyro_sgp.fitting.averages import warn_of_averages
 from numpyro_sgp.posteriors.natural_parameters import TiedSites
 from numpyro_sgp.posteriors.weight_space import formulas as weight_space_formulas
-from numpyro_sgp.posteriors.weight_space.stale import HeldSites
+from numpyro_sgp.posteriors.weight_space.stale import StaleSites
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
 
@@ -89,7 +89,7 @@ def held_sites(m, Lambda2, *, with_mean):
     divergence = 0.5 * (np.trace(np.linalg.inv(P)) - len(m) + np.linalg.slogdet(P)[1])
     mean = m if with_mean else np.zeros(0)
     arrays = (RNG.normal(size=mean.shape), 2.0 * Lambda2, mean, np.linalg.inv(L), np.asarray(divergence))
-    return HeldSites(*map(jnp.asarray, arrays), jnp.asarray(1.0), jnp.asarray(1.0 * HELD), HELD)
+    return StaleSites(*map(jnp.asarray, arrays), jnp.asarray(1.0), jnp.asarray(1.0 * HELD), HELD)
 
 
 @functools.cache
@@ -134,7 +134,7 @@ def dense_posterior(name, params, a=A, b=B):
         R = np.tril(params["f_auto_R"])
         covariance = np.linalg.inv(L @ (np.eye(len(S)) + R @ R.T) @ L.T)
         return np.linalg.solve(L.T, params["f_auto_m"]), covariance
-    if isinstance(params["f_auto_sites"], HeldSites):  # of the whitened weights
+    if isinstance(params["f_auto_sites"], StaleSites):  # of the whitened weights
         root = np.linalg.solve(L.T, np.asarray(params["f_auto_sites"].root).T)
         return np.linalg.solve(L.T, params.get("f_auto_m", params["f_auto_sites"].m)), root @ root.T
     lambda1, Lambda2 = np.asarray(params["f_auto_sites"].lambda1), np.asarray(params["f_auto_sites"].Lambda2)
@@ -357,7 +357,7 @@ def test_a_run_that_ends_while_a_posterior_is_held_goes_on_bit_for_bit(form, tmp
 
 
 def test_at_first_a_posterior_is_held_for_one_step_and_then_twice_as_long_each_time():
-    sites, made = HeldSites.zeros((), 2, float, 6, with_mean=True), []
+    sites, made = StaleSites.zeros((), 2, float, 6, with_mean=True), []
     for number in range(1, 32):
         sites = sites.natural_step(sites.perturbation(for_step=False), 0.5)
         made += [number] if sites.age == 0.0 else []

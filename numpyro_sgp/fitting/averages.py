@@ -10,7 +10,7 @@ from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.optim import NaturalGradient
 from numpyro_sgp.optim.closure import scheduled
 from numpyro_sgp.posteriors.natural_parameters import AbstractSites
-from numpyro_sgp.posteriors.weight_space.stale import HeldSites
+from numpyro_sgp.posteriors.weight_space.stale import StaleSites
 
 __all__ = ["warn_of_averages"]
 
@@ -52,7 +52,7 @@ def warn_of_averages(svi: SVI, state: Any, batch_size: int, rows: int, num_steps
     half = state.optim_state[0] + num_steps // 2
     rate = float(scheduled(optim.step_size, jnp.asarray(half)))
     for site, value in found.items():
-        _warn_of_hold(site, value.refresh if isinstance(value, HeldSites) else 1, rate)
+        _warn_of_hold(site, value.refresh if isinstance(value, StaleSites) else 1, rate)
     site, rank = max(((site, value.Lambda2.shape[-1]) for site, value in found.items()), key=lambda item: item[1])
     averaged = batch_size / rate if rate > 0.0 else float("inf")
     if averaged < (1.0 - 1e-5) * _ROWS_FOR_EACH_WEIGHT * rank:  # a schedule may compute just that in float32

@@ -88,9 +88,9 @@ class HiddenSamples(handlers.block):
 
     def process_message(self, msg: Any) -> None:
         if msg["type"] == "sample" and self.hide_fn(msg) and _needs_key(msg):
-            asked: Any = {"type": "prng_key", "site": msg["name"], "fn": lambda rng_key: rng_key}
-            asked |= {"args": (), "kwargs": {"rng_key": None}, "value": None}
-            msg["kwargs"]["rng_key"] = apply_stack(asked)["value"]
+            request: Any = {"type": "prng_key", "site": msg["name"], "fn": lambda rng_key: rng_key}
+            request |= {"args": (), "kwargs": {"rng_key": None}, "value": None}
+            msg["kwargs"]["rng_key"] = apply_stack(request)["value"]
         super().process_message(msg)
 
 
@@ -107,9 +107,9 @@ class KeysBySite(Messenger):
         super().__init__()
 
     def process_message(self, msg: dict) -> None:
-        asked = msg["name"] if msg["type"] == "sample" else msg.get("site") if msg["type"] == "prng_key" else None
-        if asked in self.keys and _needs_key(msg):
-            msg["kwargs"]["rng_key"] = self.keys[asked]
+        request = msg["name"] if msg["type"] == "sample" else msg.get("site") if msg["type"] == "prng_key" else None
+        if request in self.keys and _needs_key(msg):
+            msg["kwargs"]["rng_key"] = self.keys[request]
 
 
 class Alone(Messenger):

@@ -30,13 +30,13 @@ class GrowingInducing(AbstractInducing):
     """Function values at inducing inputs of which some are in use: made by `growing`, extended by `GrowBasis`.
 
     Args:
-        anchor: where the inducing inputs were added, (C, D); zero where there is none yet.
+        reference: where the inducing inputs were added, (C, D); zero where there is none yet.
         offset: what training moved them by, (C, D).
         active: 1 for those that are there, which come first, and 0 for the others, (C,).
         rows: how many rows a batch has.
     """
 
-    anchor: Array
+    reference: Array
     offset: Array
     active: Array
     rows: int = dataclasses.field(metadata={"static": True})
@@ -44,7 +44,7 @@ class GrowingInducing(AbstractInducing):
     @property
     def Z(self) -> Array:
         """Inducing inputs in the units of X, (C, D); those that are not there lie at zero."""
-        return lax.stop_gradient(self.anchor) + self.offset
+        return lax.stop_gradient(self.reference) + self.offset
 
     @property
     def num_active(self) -> Array:
@@ -54,11 +54,11 @@ class GrowingInducing(AbstractInducing):
     @property
     def num_inducing(self) -> int:
         """The capacity C."""
-        return self.anchor.shape[-2]
+        return self.reference.shape[-2]
 
     @property
     def width(self) -> int:
-        return self.anchor.shape[-1]
+        return self.reference.shape[-1]
 
     @property
     def _there(self) -> Array:
@@ -89,8 +89,8 @@ class GrowingInducing(AbstractInducing):
         return jnp.where(self._there[:, None], jnp.swapaxes(other.Kuf(kernel, self._inputs), -1, -2), 0.0)
 
     def take(self, index: Array) -> "GrowingInducing":
-        anchor, offset = jnp.take(self.anchor, index, axis=-2), jnp.take(self.offset, index, axis=-2)
-        return GrowingInducing(anchor, offset, jnp.take(self.active, index), self.rows)
+        reference, offset = jnp.take(self.reference, index, axis=-2), jnp.take(self.offset, index, axis=-2)
+        return GrowingInducing(reference, offset, jnp.take(self.active, index), self.rows)
 
 
 def growing(kernel: Callable | None, X: ArrayLike, rng_key: Array | None = None, *, capacity: int) -> GrowingInducing:
@@ -134,7 +134,7 @@ class Candidates:
 
     @classmethod
     def zeros(cls, basis: GrowingInducing) -> "Candidates":
-        dtype = basis.anchor.dtype
+        dtype = basis.reference.dtype
         return cls(jnp.zeros((basis.rows, basis.width), dtype), jnp.zeros(basis.rows, dtype), jnp.zeros((), dtype))
 
 
@@ -240,6 +240,6 @@ def added(basis: GrowingInducing, candidates: Candidates, num_new: int) -> Growi
     slot = jnp.where(wanted, basis.num_active + jnp.cumsum(wanted) - 1, basis.num_inducing)
     return dataclasses.replace(
         basis,
-        anchor=basis.anchor.at[slot].set(X, mode="drop"),
+        reference=basis.reference.at[slot].set(X, mode="drop"),
         active=basis.active.at[slot].set(1.0, mode="drop"),
     )

@@ -27,7 +27,7 @@ from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import (
     Change,
     Control,
     SampledRows,
-    Table,
+    WeightTable,
     draw_index,
     numbers_of,
     with_numbers,
@@ -54,7 +54,7 @@ class RowSparseState(NamedTuple):
 
     params: Params
     others_state: Any
-    tables: dict[str, Table]
+    tables: dict[str, WeightTable]
     sums: dict[str, Array]
     tracked: dict[str, tuple[Array, Array] | None]
     refused: Array
@@ -120,8 +120,8 @@ class RowSparse(AbstractRefusingOptimizer):
     def init(self, params: Params) -> tuple[Array, RowSparseState]:
         """The state before the first step; raises where no parameter is a table."""
         advice = "Use `AutoQSGP` as the guide, or give SVI a plain optax optimizer."
-        tables = self._own(params, Table, "table of weights", advice)
-        others = of_type(params, Table)[1]
+        tables = self._own(params, WeightTable, "table of weights", advice)
+        others = of_type(params, WeightTable)[1]
         sums = {name: jnp.zeros_like(table.values) for name, table in tables.items()}
         tracked = {name: _tracked_at_start(table) for name, table in tables.items()}
         state = RowSparseState(others, self.others.init(others), tables, sums, tracked, jnp.zeros((), jnp.int32))
@@ -174,7 +174,9 @@ class RowSparse(AbstractRefusingOptimizer):
             tables[name], tracked[name] = self._refreshed(moved, followed, one.numbers, due)
         return super()._keep(trial, accepted, state)._replace(tables=tables, sums=sums, tracked=tracked)
 
-    def _refreshed(self, table: Table, tracked: Any, numbers: list[Array] | None, due: Array) -> tuple[Table, Any]:
+    def _refreshed(
+        self, table: WeightTable, tracked: Any, numbers: list[Array] | None, due: Array
+    ) -> tuple[WeightTable, Any]:
         """The control variate with the kernel as it is now, and what it tracks computed anew, when that is due."""
         if table.control is None or numbers is None:
             return table, tracked
@@ -194,7 +196,7 @@ class RowSparse(AbstractRefusingOptimizer):
         return dataclasses.replace(table, control=control), tracked
 
 
-def _zero_numbers(table: Table) -> list[Array] | None:
+def _zero_numbers(table: WeightTable) -> list[Array] | None:
     if table.control is None:
         return None
     numbers = numbers_of(table.control.kernel, table.size)
@@ -215,7 +217,7 @@ def _placed(values: Array, index: Array, rows: Array) -> Array:
     return values.at[index].set(rows, mode="promise_in_bounds", unique_indices=True)
 
 
-def _tracked_at_start(table: Table) -> tuple[Array, Array] | None:
+def _tracked_at_start(table: WeightTable) -> tuple[Array, Array] | None:
     if table.control is None:
         return None
     columns = 1 + (table.dense_columns or 0)
@@ -225,7 +227,7 @@ def _tracked_at_start(table: Table) -> tuple[Array, Array] | None:
     return a, nothing
 
 
-def _followed(table: Table, tracked: Any, index: Array, before: Array, after: Array) -> Any:
+def _followed(table: WeightTable, tracked: Any, index: Array, before: Array, after: Array) -> Any:
     """Φ_p w after the rows have moved, summed with compensation: what is added is what the rows have moved by."""
     if tracked is None:
         return None

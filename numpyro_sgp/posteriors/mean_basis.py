@@ -11,7 +11,7 @@ from jax import Array
 from numpyro_sgp.inducing import AbstractInducing, check_new_inputs
 from numpyro_sgp.posteriors.decoupled.formulas import mean_at
 from numpyro_sgp.posteriors.quadruply_stochastic.table_sums import streamed, streamed_draw
-from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import Table, with_numbers
+from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import WeightTable, with_numbers
 
 __all__ = ["AbstractMeanBasis", "InducingMean", "TableDraw", "TableMean"]
 
@@ -53,7 +53,7 @@ class _OfTable(AbstractMeanBasis):
     """
 
     finite: Any
-    table: Table
+    table: WeightTable
     width: int = dataclasses.field(metadata={"static": True})
     whiten: bool = dataclasses.field(metadata={"static": True})
 

@@ -70,7 +70,7 @@ class AbstractSites:
                 steps than they do.
         """
         del damping
-        start = self if direction.moved is None else direction.moved
+        start = self if direction.transported is None else direction.transported
         step_size = jnp.asarray(step_size, self.lambda1.dtype)  # sites of one model may have several dtypes
         return dataclasses.replace(
             start,
@@ -87,13 +87,13 @@ class TiedSites(AbstractSites):
     Args:
         lambda1: (..., M), or (..., 0) where the mean is a parameter of its own.
         Lambda2: symmetric positive semi-definite, (..., M, M).
-        anchor: the inducing variables that the sums refer to, where these are trained and so move away from them; None
-            where they stay.
+        reference: the inducing variables that the sums refer to, where these are trained and so move away from them;
+            None where they stay.
     """
 
     lambda1: Array
     Lambda2: Array
-    anchor: AbstractInducing | None = None
+    reference: AbstractInducing | None = None
 
     @classmethod
     def zeros(
@@ -101,19 +101,19 @@ class TiedSites(AbstractSites):
         batch_shape: tuple[int, ...],
         M: int,
         dtype: jax.typing.DTypeLike,
-        anchor: AbstractInducing | None = None,
+        reference: AbstractInducing | None = None,
     ) -> "TiedSites":
         """Sites that change nothing: q is the prior."""
         # NumPy's zeros, since for each shape of its own `jnp.zeros` would compile a program.
         lambda1, Lambda2 = np.zeros((*batch_shape, M), dtype), np.zeros((*batch_shape, M, M), dtype)
-        return cls(jnp.asarray(lambda1), jnp.asarray(Lambda2), anchor)
+        return cls(jnp.asarray(lambda1), jnp.asarray(Lambda2), reference)
 
     def perturbation(self, *, for_step: bool, floor: float | None = None) -> "Perturbation":
-        """A zero perturbation; with an anchor, a natural step starts from the sites as moved to where u is now."""
+        """A zero perturbation; with a reference, a natural step starts from the sites at the current u."""
         perturbation = super().perturbation(for_step=for_step, floor=floor)
-        if self.anchor is None or not for_step:
+        if self.reference is None or not for_step:
             return perturbation
-        return dataclasses.replace(perturbation, moved=jax.tree.map(jnp.zeros_like, self))
+        return dataclasses.replace(perturbation, transported=jax.tree.map(jnp.zeros_like, self))
 
 
 @jax.tree_util.register_dataclass
@@ -152,9 +152,9 @@ class Perturbation:
     Args:
         epsilon1: dual to λ₁, same shape.
         epsilon2: dual to −½Λ₂, same shape as Λ₂.
-        moved: sites whose every number multiplies the corresponding number of the sites re-expressed at the current
-            inducing variables, in an extra term of the loss that is zero at 0; so the gradient with respect to `moved`
-            is those sites. None where the sites have no anchor.
+        transported: sites whose every number multiplies the corresponding number of the sites re-expressed at the
+            current inducing variables, in an extra term of the loss that is zero at 0; so the gradient with respect to
+            `transported` is those sites. None where the sites have no reference.
         scale: a zero added to the divergence of each latent, (...), or None; its gradient is the factor of the
             divergence in the loss, which `handlers.scale` makes another than 1.
         floor: smallest precision β = 2 ∂loss/∂v of a datum in the direction that is asked for, or None.
@@ -162,7 +162,7 @@ class Perturbation:
 
     epsilon1: Array
     epsilon2: Array
-    moved: TiedSites | None = None
+    transported: TiedSites | None = None
     scale: Array | None = None
     floor: float | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -185,18 +185,22 @@ class Perturbation:
         def divided(x: Array) -> Array:
             return x / self.factor(x.ndim - batch)
 
-        moved = self.moved
-        if moved is not None:
+        transported = self.transported
+        if transported is not None:
             assert isinstance(sites, TiedSites)
             inside = self.scale > 0.0
-            # All latents share the anchor, which is in the loss once for each of them.
+            # All latents share the reference, which is in the loss once for each of them.
             total = jnp.sum(self.scale)
-            moved = TiedSites(
-                jnp.where(inside[..., None], divided(moved.lambda1), sites.lambda1),
-                jnp.where(inside[..., None, None], divided(moved.Lambda2), sites.Lambda2),
-                jax.tree.map(lambda new, old: jnp.where(total > 0.0, new / total, old), moved.anchor, sites.anchor),
+            transported = TiedSites(
+                jnp.where(inside[..., None], divided(transported.lambda1), sites.lambda1),
+                jnp.where(inside[..., None, None], divided(transported.Lambda2), sites.Lambda2),
+                jax.tree.map(
+                    lambda new, old: jnp.where(total > 0.0, new / total, old), transported.reference, sites.reference
+                ),
             )
-        return dataclasses.replace(self, epsilon1=divided(self.epsilon1), epsilon2=divided(self.epsilon2), moved=moved)
+        return dataclasses.replace(
+            self, epsilon1=divided(self.epsilon1), epsilon2=divided(self.epsilon2), transported=transported
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,10 +290,12 @@ def perturb_kl(perturbation: Perturbation, sites: AbstractSites, kl: Array) -> A
     kl = kl + linear - 0.5 * jnp.sum(sites.Lambda2 * perturbation.epsilon2, axis=axes)
     if perturbation.scale is not None:
         kl = kl + perturbation.scale
-    moved = perturbation.moved
-    if moved is None:
+    transported = perturbation.transported
+    if transported is None:
         return kl
     assert isinstance(sites, TiedSites)
-    anchor = jax.tree.map(lambda zero, value: jnp.sum(zero * value), moved.anchor, sites.anchor)
-    own = jnp.sum(moved.lambda1 * sites.lambda1, axis=-1) + jnp.sum(moved.Lambda2 * sites.Lambda2, axis=(-2, -1))
-    return kl + own + sum(jax.tree.leaves(anchor))
+    reference = jax.tree.map(lambda zero, value: jnp.sum(zero * value), transported.reference, sites.reference)
+    own = jnp.sum(transported.lambda1 * sites.lambda1, axis=-1) + jnp.sum(
+        transported.Lambda2 * sites.Lambda2, axis=(-2, -1)
+    )
+    return kl + own + sum(jax.tree.leaves(reference))

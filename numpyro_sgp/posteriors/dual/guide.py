@@ -52,13 +52,15 @@ def _own_rows(value: DatumSites | Perturbed, prior: GaussianProcess, M: Array) -
     return jnp.where(jnp.all(sites.X == prior.X), M, jnp.nan)
 
 
-def shared_covariance(inducing: AbstractInducing, anchor: AbstractInducing, kernel: Callable, jitter: float) -> Array:
+def shared_covariance(
+    inducing: AbstractInducing, reference: AbstractInducing, kernel: Callable, jitter: float
+) -> Array:
     """Cov(u, u') for inducing variables that moved from u' to u, the jitter's noise moving along, (..., M, M)."""
-    anchor = jax.lax.stop_gradient(anchor)
-    K = inducing.Kuv(kernel, anchor)
+    reference = jax.lax.stop_gradient(reference)
+    K = inducing.Kuv(kernel, reference)
     # The compiler would evaluate the whole matrix for its diagonal, which for values of the process is known.
-    points = isinstance(anchor, InducingPoints | BoundedInducingPoints)
-    variances = kernel(anchor.Z) if points else diagonal(anchor.Kuu(kernel))
+    points = isinstance(reference, InducingPoints | BoundedInducingPoints)
+    variances = kernel(reference.Z) if points else diagonal(reference.Kuu(kernel))
     scale = jnp.mean(variances, axis=-1)[..., None, None]
     return K + jitter * scale * jnp.eye(K.shape[-1], dtype=K.dtype)
 
@@ -117,7 +119,7 @@ class Dual(AbstractPosteriorFamily):
             A = solve_lower(L, inducing.Kuf(kernel, sites.fixed_X))
             Lambda2 = matmul(A * sites.Lambda2[..., None, :], jnp.swapaxes(A, -1, -2))
             return InducingGaussian(inducing, L, *natural_mean_and_root(matvec(A, sites.lambda1), Lambda2))
-        Kuv = None if sites.anchor is None else shared_covariance(inducing, sites.anchor, kernel, jitter)
+        Kuv = None if sites.reference is None else shared_covariance(inducing, sites.reference, kernel, jitter)
         Kuu = with_jitter(inducing.Kuu(kernel), jitter)
         return InducingGaussian(inducing, *tied_mean_and_root(self.tie, sites.lambda1, sites.Lambda2, Kuu, Kuv))
 
@@ -131,8 +133,8 @@ class Dual(AbstractPosteriorFamily):
             zeros, basis = DatumSites.zeros(batch_shape, prior.X), "datum"
         else:
             # In buffers of its own: a state that has one twice cannot be donated.
-            anchor = own_copy(inducing) if self.learn_inducing and self.tie == "projection" else None
-            zeros = TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype, anchor)
+            reference = own_copy(inducing) if self.learn_inducing and self.tie == "projection" else None
+            zeros = TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype, reference)
             basis = self.tie
         return param("sites", started_sites(zeros, self.init_from, basis, inducing, prior.X))
 
@@ -144,8 +146,8 @@ class Dual(AbstractPosteriorFamily):
             return at_prior(prior.kernel, prior.X)
         sites = value_of(value)
         kernel, jitter, Kuv = prior.kernel, prior.relative_jitter, None
-        if sites.anchor is not None:
-            Kuv = shared_covariance(inducing, sites.anchor, kernel, jitter)
+        if sites.reference is not None:
+            Kuv = shared_covariance(inducing, sites.reference, kernel, jitter)
         Kuu, Kuf = with_jitter(inducing.Kuu(kernel), jitter), inducing.Kuf(kernel, prior.X)
         q = tied(self.tie, sites.lambda1, sites.Lambda2, Kuu, Kuf, kernel(prior.X), Kuv)
         if not isinstance(value, Perturbed):
@@ -153,7 +155,7 @@ class Dual(AbstractPosteriorFamily):
         if self.tie == "covariance":
             return perturbed_moments(value, Kuf, q.moments)
         fixed = jax.lax.stop_gradient(q)
-        if value.zero.moved is not None:
+        if value.zero.transported is not None:
             lambda1, Lambda2 = fixed.projected_sites()
             sites = TiedSites(lambda1, Lambda2, inducing)
         return perturbed_moments(value, fixed.projections(), q.moments, sites)

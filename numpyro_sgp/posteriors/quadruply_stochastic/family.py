@@ -39,8 +39,8 @@ from numpyro_sgp.posteriors.quadruply_stochastic.table_sums import Chevron, dens
 from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import (
     Control,
     SampledRows,
-    Table,
     Weights,
+    WeightTable,
     features_at,
     limit_of,
     numbers_of,
@@ -163,7 +163,7 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
             )
             raise ValueError(msg)
 
-    def _table(self, kernel: Any, X: Array, rank: int, rng_key: Array, jitter: float) -> Table:
+    def _table(self, kernel: Any, X: Array, rank: int, rng_key: Array, jitter: float) -> WeightTable:
         k = self.dense_columns if self.covariance == "chevron" else None
         columns = 1 if k is None else 2 + k + self.relevance
         control = None
@@ -178,7 +178,7 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
                 msg = f"`control` has shape {points.shape}, but X has {X.shape[-1]} columns. Pass inputs (P, D)."
                 raise ValueError(msg)
             control = Control.at(points, kernel, not self.relevance, float(jitter))
-        return Table(jnp.zeros((rank, columns), X.dtype), control, self.basis_batch, k)
+        return WeightTable(jnp.zeros((rank, columns), X.dtype), control, self.basis_batch, k)
 
     def inducing_posterior(self, param: Parameters, limit: GaussianProcess) -> tuple[AbstractInducing, Array, Array]:
         """The inducing variables u = L v, and q(v) = N(m, S_sqrt S_sqrtᵀ) by m and the lower root S_sqrt."""
@@ -276,7 +276,7 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
         return f, squares + control_variate(Phi_p, w, change, rows.tracked, sample)
 
     def _exact(
-        self, kernel: Any, X: Array, table: Table, given: "_InducingPart | None", *, predicting: bool
+        self, kernel: Any, X: Array, table: WeightTable, given: "_InducingPart | None", *, predicting: bool
     ) -> Moments:
         """With all weights, block by block."""
         if not predicting:
@@ -357,7 +357,7 @@ def _halves(Phi: Array, mean: Array, rows: SampledRows, share: Array) -> tuple[A
     )
 
 
-def _warn_of_size(table: Table, X: Array) -> None:
+def _warn_of_size(table: WeightTable, X: Array) -> None:
     size = table.size * X.shape[-2] * X.dtype.itemsize
     if size > _LARGE:
         held = 4 * table.values.size * table.values.dtype.itemsize

@@ -20,7 +20,7 @@ from numpyro_sgp.posteriors.process import ProcessPosterior
 from numpyro_sgp.posteriors.quadruply_stochastic.family import ControlForm, Covariance, QuadruplyStochastic
 from numpyro_sgp.posteriors.quadruply_stochastic.formulas import augmented_variance, optimal_diagonal
 from numpyro_sgp.posteriors.quadruply_stochastic.table_sums import interpolated, streamed, sums_of_squares
-from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import Table, limit_of
+from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import WeightTable, limit_of
 
 __all__ = ["AutoQSGP", "RelevantVectors"]
 
@@ -315,16 +315,16 @@ class AutoQSGP(AbstractAutoSparseGP):
         squares = lax.map(lambda x: jnp.sum(limit(x[None], X) ** 2), X_new)
         return augmented_variance(variance, limit(X_new), squares, jnp.asarray(noise_scale, X.dtype) ** 2)
 
-    def _table_of(self, params: Mapping[str, Any], site: str) -> Table:
+    def _table_of(self, params: Mapping[str, Any], site: str) -> WeightTable:
         table = params.get(f"{site}_{self.prefix}_basis")
-        if not isinstance(table, Table):
+        if not isinstance(table, WeightTable):
             msg = f"`params` has no weights for a GP site {site!r}. Pass parameters of this guide and one of its sites."
             raise ValueError(msg)  # noqa: TRY004 - the right type, of another guide
         return table
 
-    def _weights_table(self, params: Mapping[str, Any], site: str) -> Table:
+    def _weights_table(self, params: Mapping[str, Any], site: str) -> WeightTable:
         table = params.get(f"{site}_{self.prefix}_basis")
-        if not isinstance(table, Table) or table.dense_columns is None:
+        if not isinstance(table, WeightTable) or table.dense_columns is None:
             msg = (
                 f"The GP site {site!r} has no covariance of the weights. Pass fitted parameters of a guide with "
                 '`AutoQSGP(model, covariance="chevron")`, and the name of its site.'
@@ -332,12 +332,12 @@ class AutoQSGP(AbstractAutoSparseGP):
             raise ValueError(msg)
         return table
 
-    def _with_values(self, params: Mapping[str, Any], site: str, table: Table, values: Array) -> dict[str, Any]:
+    def _with_values(self, params: Mapping[str, Any], site: str, table: WeightTable, values: Array) -> dict[str, Any]:
         return {**params, f"{site}_{self.prefix}_basis": dataclasses.replace(table, values=values)}
 
-    def _relevance_table(self, params: Mapping[str, Any], site: str) -> Table:
+    def _relevance_table(self, params: Mapping[str, Any], site: str) -> WeightTable:
         table = params.get(f"{site}_{self.prefix}_basis")
-        if not isinstance(table, Table) or not self._family.relevance:
+        if not isinstance(table, WeightTable) or not self._family.relevance:
             msg = (
                 f"The GP site {site!r} has no prior precision for each weight. Pass fitted parameters of a guide with "
                 '`AutoQSGP(model, relevance=True, covariance="chevron")`, and the name of its site.'

@@ -15,13 +15,13 @@ from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.kernels import Kernel
 from numpyro_sgp.math.linalg import cholesky, matmul, matvec, solve_lower, solve_lower_transposed
 from numpyro_sgp.posteriors.quadruply_stochastic.formulas import Inclusion, chevron_divergence, mean_divergence
-from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import Table, features_at
+from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import WeightTable, features_at
 
 __all__ = ["Chevron", "dense_divergence", "interpolated", "streamed", "streamed_draw", "sums_of_squares"]
 
 
 @partial(as_one_program, static_argnums=3)
-def streamed(kernel: Any, X: Array, table: Table, whiten: bool) -> tuple[Array, Array, Array]:
+def streamed(kernel: Any, X: Array, table: WeightTable, whiten: bool) -> tuple[Array, Array, Array]:
     """Φμ and ΦU beside each other, (N, 1 + k), Σ d²φ², (N,), and the divergence where S is diagonal."""
     every = Inclusion(1.0, 1.0, 0.0)
     columns = 1 + (table.dense_columns or 0)
@@ -48,7 +48,7 @@ def streamed(kernel: Any, X: Array, table: Table, whiten: bool) -> tuple[Array, 
 
 
 @partial(as_one_program, static_argnums=4)
-def streamed_draw(kernel: Any, X: Array, table: Table, rng_key: Array, whiten: bool) -> Array:
+def streamed_draw(kernel: Any, X: Array, table: WeightTable, rng_key: Array, whiten: bool) -> Array:
     """φ(x)ᵀw, (N,), with w = μ + Cz and z ~ N(0, I), whose numbers are drawn again at each call, block by block."""
     key_columns, key_blocks = jax.random.split(rng_key)
     dtype = table.values.dtype
@@ -71,7 +71,7 @@ _ROWS = 1024
 
 
 @partial(as_one_program, static_argnums=3)
-def sums_of_squares(kernel: Any, X: Array, table: Table, whiten: bool) -> Array:
+def sums_of_squares(kernel: Any, X: Array, table: WeightTable, whiten: bool) -> Array:
     """φ_kᵀφ_k over all rows of X for each basis function, (m,)."""
     N, D = X.shape
     number = -(-N // _ROWS)
@@ -89,7 +89,7 @@ def sums_of_squares(kernel: Any, X: Array, table: Table, whiten: bool) -> Array:
 
 
 @partial(as_one_program, static_argnums=5)
-def interpolated(kernel: Any, X: Array, table: Table, values: Array, jitter: Array, whiten: bool) -> Array:
+def interpolated(kernel: Any, X: Array, table: WeightTable, values: Array, jitter: Array, whiten: bool) -> Array:
     """S⁻¹Φᵀ(ΦS⁻¹Φᵀ + εI)⁻¹ values, (m,), in two passes: the smallest weights that give these values at X."""
     blocks = table.blocks()
 
@@ -111,7 +111,7 @@ def interpolated(kernel: Any, X: Array, table: Table, values: Array, jitter: Arr
 
 
 @as_one_program
-def dense_divergence(kernel: Any, table: Table) -> Array:
+def dense_divergence(kernel: Any, table: WeightTable) -> Array:
     """½ μᵀSμ of correlated weights, by pairs of blocks."""
     index, there = table.blocks()
     mean = jnp.where(there, table.at(index.reshape(-1))[:, 0].reshape(index.shape), 0.0)
@@ -134,7 +134,7 @@ class Chevron(Kernel):
     """The posterior covariance φ(x)ᵀΣφ(z) as a kernel."""
 
     kernel: Any
-    table: Table
+    table: WeightTable
     whiten: bool = dataclasses.field(metadata={"static": True})
 
     def _diagonal(self, X: Array) -> Array:
@@ -146,7 +146,7 @@ class Chevron(Kernel):
 
 
 @partial(as_one_program, static_argnums=4)
-def _chevron_matrix(kernel: Any, X: Array, Z: Array, table: Table, whiten: bool) -> Array:
+def _chevron_matrix(kernel: Any, X: Array, Z: Array, table: WeightTable, whiten: bool) -> Array:
     columns = table.dense_columns or 0
 
     def add(sums: tuple[Array, Array, Array], block: tuple[Array, Array]) -> tuple[tuple[Array, Array, Array], None]:

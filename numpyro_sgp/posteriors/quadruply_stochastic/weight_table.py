@@ -1,6 +1,6 @@
 """Tables of weights that are too long to be touched as a whole: a row for each basis function, sampled rows in a step.
 
-`Table` is what the parameters hold. `RowSparse` puts `SampledRows` in its place when it evaluates the loss.
+`WeightTable` is what the parameters hold. `RowSparse` puts `SampledRows` in its place when it evaluates the loss.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ __all__ = [
     "Change",
     "Control",
     "SampledRows",
-    "Table",
+    "WeightTable",
     "Weights",
     "draw_index",
     "features_at",
@@ -107,7 +107,7 @@ class Control:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Table:
+class WeightTable:
     """What the posterior knows of each weight, a row for each.
 
     Args:
@@ -209,7 +209,7 @@ class SampledRows(Probed):
         integrated: receives an entry when a loss integrates over the estimate as it must be.
     """
 
-    value: Table
+    value: WeightTable
     zero: Change
     values: Array
     index: Array

@@ -29,7 +29,7 @@ from numpyro_sgp.posteriors.moments import Moments, perturbed_moments
 from numpyro_sgp.posteriors.natural_parameters import Perturbed, TiedSites
 from numpyro_sgp.posteriors.weight_space.adversary import Adversary
 from numpyro_sgp.posteriors.weight_space.formulas import tempered_mean_and_root, weight_space, weight_space_mean
-from numpyro_sgp.posteriors.weight_space.stale import HeldSites, held_moments
+from numpyro_sgp.posteriors.weight_space.stale import StaleSites, stale_moments
 
 __all__ = ["AutoWeightSpaceGP", "WeightSpace"]
 
@@ -135,7 +135,7 @@ class WeightSpace(AbstractPosteriorFamily):
             m = param("m", jnp.zeros((*batch_shape, r), L.dtype))
         sites = value_of(param("sites", None))
         self._check_kind(sites)
-        if isinstance(sites, HeldSites):
+        if isinstance(sites, StaleSites):
             return sites.m if m is None else m, jnp.swapaxes(sites.root, -1, -2)
         correlated = has_correlated_weights(kernel)
         lambda1, Lambda2 = sites.lambda1, sites.Lambda2
@@ -152,10 +152,10 @@ class WeightSpace(AbstractPosteriorFamily):
         Phi = whitened_features(kernel, X)
         A, r, natural = jnp.swapaxes(Phi, -1, -2), Phi.shape[-1], self.parametrization == "natural"
         m = None if natural else param("m", jnp.zeros((*batch_shape, r), X.dtype))
-        value = param("sites", lambda _: HeldSites.zeros(batch_shape, r, X.dtype, self.refresh, with_mean=natural))
+        value = param("sites", lambda _: StaleSites.zeros(batch_shape, r, X.dtype, self.refresh, with_mean=natural))
         sites = value_of(value)
         self._check_kind(value)
-        q = held_moments(sites, m, A)
+        q = stale_moments(sites, m, A)
         return perturbed_moments(value, A, q) if isinstance(value, Perturbed) else q
 
     def _with_mean(self, param: Parameters, kernel: Any, X: Array, batch_shape: tuple[int, ...]) -> Moments:
@@ -204,11 +204,11 @@ class WeightSpace(AbstractPosteriorFamily):
     def _check_kind(self, value: Any) -> None:
         """Raise where sites come from a guide that holds its posterior otherwise.
 
-        Sums of whitened features, in `HeldSites`, are in another basis; and an optimizer goes by the number that is in
+        Sums of whitened features, in `StaleSites`, are in another basis; and an optimizer goes by the number that is in
         the sites.
         """
         sites = value_of(value)
-        refresh = sites.refresh if isinstance(sites, HeldSites) else 1
+        refresh = sites.refresh if isinstance(sites, StaleSites) else 1
         same = refresh == self.refresh if isinstance(value, Perturbed) else (refresh > 1) == (self.refresh > 1)
         if not same:
             msg = (

@@ -1,13 +1,13 @@
-"""q(w) held for some steps while the sums over the data go on: r³ operations once in so many steps.
+"""A stale posterior over weights: made of the sums over the data once in several natural steps, at a cost of O(r³).
 
 In whitened weights v ~ N(0, I), f = Aᵀv, neither the prior nor q(v) = N(m, P⁻¹) depends on hyperparameters. So q(v) can
-stay while features learn and sums over the data collect what q(v) = N(P⁻¹λ̃, P⁻¹), P = I + Λ̃, is next made of. A step
-costs O(B r²) then. The bound is that of the q(v) that is held, whatever its age; what the sums collect is a natural
-step from it with all rows seen in between.
+stay fixed for some steps, while the features are trained and sums over the data collect the next one,
+q(v) = N(P⁻¹λ̃, P⁻¹) with P = I + Λ̃. A step then costs O(B r²). The bound is that of the stale q(v), whatever its age.
+The sums collect a natural step from it with all rows seen in between.
 
-At first q(v) is the prior, which says nothing of the features: trained under it for long, by an optimizer that scales
-small gradients up, a network drifts to where the data do not bring it back from. So the first posterior is made after
-one step, and each is held twice as long as the one before until all are held as long as they are to be.
+The first q(v) is the prior, which says nothing about the features. A network that is trained under it for long drifts
+to where the data do not bring it back from. So the first posterior is made after one step, and each lasts twice as long
+as the one before, up to `refresh` steps.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ from numpyro_sgp.posteriors.moments import Moments, given_tangents, tangents_lik
 from numpyro_sgp.posteriors.natural_parameters import AbstractSites, Perturbation
 from numpyro_sgp.posteriors.weight_space.formulas import tempering
 
-__all__ = ["HeldSites", "held_moments"]
+__all__ = ["StaleSites", "stale_moments"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HeldSites(AbstractSites):
+class StaleSites(AbstractSites):
     """Sums over the data, and the posterior that was last made of them.
 
     Args:
@@ -60,7 +60,7 @@ class HeldSites(AbstractSites):
     @classmethod
     def zeros(
         cls, batch_shape: tuple[int, ...], r: int, dtype: jax.typing.DTypeLike, refresh: int, *, with_mean: bool
-    ) -> "HeldSites":
+    ) -> "StaleSites":
         """Sites that change nothing: q is the prior."""
         # NumPy's, since for each shape of its own JAX would compile a program; in buffers of their own, to be donated.
         shape, matrix = (*batch_shape, r if with_mean else 0), (*batch_shape, r, r)
@@ -75,14 +75,14 @@ class HeldSites(AbstractSites):
             refresh=refresh,
         )
 
-    def natural_step(self, direction: Perturbation, step_size: ArrayLike, damping: ArrayLike = 1.0) -> "HeldSites":
+    def natural_step(self, direction: Perturbation, step_size: ArrayLike, damping: ArrayLike = 1.0) -> "StaleSites":
         """The step of the sums, and where it is time one of the posterior, of length `damping`.
 
         The posterior that the sums have may be one at which the loss is not finite, however short their last step was:
         they have the steps before it too.
         """
         moved = super().natural_step(direction, step_size)
-        assert isinstance(moved, HeldSites)
+        assert isinstance(moved, StaleSites)
         due = self.age + 1 >= self.interval
         m, root, divergence = lax.cond(
             due,
@@ -94,7 +94,7 @@ class HeldSites(AbstractSites):
         return dataclasses.replace(moved, m=m, root=root, divergence=divergence, age=age, interval=interval)
 
 
-def _posterior(sites: HeldSites, length: Array) -> tuple[Array, Array, Array]:
+def _posterior(sites: StaleSites, length: Array) -> tuple[Array, Array, Array]:
     """m, L_P⁻¹ and ½ [tr P⁻¹ − r + log|P|], with natural parameters `length` of the way from those held to the sums'.
 
     The sums' are those of q(v) ∝ N(v | 0, I) exp(α (λ̃ᵀv − ½ vᵀΛ̃v)); see `tempering` for α.
@@ -137,7 +137,7 @@ _fixed.defjvp(_fixed_jvp, symbolic_zeros=True)
 
 
 @as_one_program
-def held_moments(sites: HeldSites, m: Array | None, A: Array) -> Moments:
+def stale_moments(sites: StaleSites, m: Array | None, A: Array) -> Moments:
     """m_i = A_iᵀm, v_i = |L_P⁻¹A_i|², and the divergence.
 
     Args:

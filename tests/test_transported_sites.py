@@ -1,4 +1,4 @@
-"""Tied sites whose inducing inputs are trained: they refer to an anchor, and move with the inducing inputs."""
+"""Tied sites whose inducing inputs are trained: they refer to a reference, and move with the inducing inputs."""
 
 import jax
 import jax.numpy as jnp
@@ -37,18 +37,18 @@ def random_sites():
     return jnp.asarray(rng.normal(size=M)), jnp.asarray(root @ root.T)
 
 
-def moments_at(Z, anchor, lambda1, Lambda2, X):
+def moments_at(Z, reference, lambda1, Lambda2, X):
     L, _, A, kff = project(InducingPoints(Z), KERNEL, X, JITTER)
-    Lu = solve_lower(L, shared_covariance(InducingPoints(Z), InducingPoints(anchor), KERNEL, JITTER))
+    Lu = solve_lower(L, shared_covariance(InducingPoints(Z), InducingPoints(reference), KERNEL, JITTER))
     return dual_projected(lambda1, Lambda2, Lu, A, kff), projected_at(lambda1, Lambda2, Lu, L)
 
 
 @pytest.mark.once
 def test_sites_moved_to_the_current_inducing_inputs_are_the_same_posterior():
     X, _ = data()
-    anchor = jnp.linspace(-2.0, 2.0, M)[:, None]
-    Z = anchor + 0.1
-    q, moved = moments_at(Z, anchor, *random_sites(), X)
+    reference = jnp.linspace(-2.0, 2.0, M)[:, None]
+    Z = reference + 0.1
+    q, moved = moments_at(Z, reference, *random_sites(), X)
     again, _ = moments_at(Z, Z, *moved, X)
     for before, after in zip(q[:3], again[:3], strict=True):
         assert_allclose(after, before, rtol=1e-7, atol=1e-9)
@@ -69,9 +69,9 @@ def test_an_anchor_at_the_inducing_inputs_changes_nothing():
 
 
 @pytest.mark.once
-def test_anchored_sums_are_per_datum_sites_seen_through_the_anchor():
-    # Sites at the rows of X, summed at the anchor, are sites of the process at the anchor: where the anchor determines
-    # f(X) (as many anchors as data) moving Z away from it loses nothing.
+def test_transported_sums_are_per_datum_sites_seen_through_the_reference():
+    # Sites at the rows of X, summed at the reference, are sites of the process at the reference: where the reference determines
+    # f(X) (as many reference inputs as data) moving Z away from it loses nothing.
     X = jnp.asarray(data()[0][:: N // M][:M])
     Z = X + 0.05
     rng = np.random.default_rng(2)
