@@ -37,6 +37,13 @@ def model(X, y=None, num_data=None, rank=None):
         numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
 
 
+def with_intercept(X, y=None, num_data=None):
+    intercept = numpyro.sample("intercept", dist.Normal())
+    f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(0.9), X))
+    with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=f + intercept), obs=y)
+
+
 def natural():
     return sgp.NaturalGradient(0.3, others=optax.adam(1e-2))
 
@@ -47,6 +54,7 @@ GUIDES = {
     "whitened": lambda: (model, sgp.AutoSVGP(model, Z), optax.adam(1e-2)),
     "natural": lambda: (model, sgp.AutoSVGP(model, Z, natural=True), natural()),
     "tied": lambda: (model, sgp.AutoTSVGP(model, Z, learn_inducing=True), natural()),
+    "joint": lambda: (with_intercept, sgp.AutoTSVGP(with_intercept, Z), natural()),
     "held": lambda: (weights, sgp.AutoWeightSpaceGP(weights, refresh=2), natural()),
 }
 
@@ -124,7 +132,7 @@ def many_devices(folder):
     """One process, eight devices."""
     sharding = rows_on(jax.devices())
     report = {"devices": jax.device_count(), "collectives": {}}
-    for name in ("natural", "tied", "held"):
+    for name in ("natural", "tied", "joint", "held"):
         one, _ = run_update(name)
         many, text = run_update(name, sharding)
         report["collectives"][name] = collectives(text)

@@ -76,6 +76,14 @@ POSTERIORS = {
     "decoupled": lambda model, Z, **options: sgp.AutoDecoupledGP(model, Z, Z, **options),
     "mean_field": mean_field,
 }
+# The same with other latents independent of GP sites: for what is said of the base guide.
+FACTORISED = {
+    **POSTERIORS,
+    **{
+        name: lambda *args, name=name, **options: GUIDES[name](*args, joint=False, **options)
+        for name in ("natural", "tied")
+    },
+}
 MINIBATCH = ["whitened", "unwhitened", "natural", "tied", "tied_covariance"]
 ONE_SITE_A_ROW = ["per_datum", "dense"]
 NATURAL = ["natural", "tied", "tied_covariance", "per_datum", "dense"]

@@ -75,7 +75,7 @@ def report(folder, name="report"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("guide_name", ["natural", "tied", "held"])
+@pytest.mark.parametrize("guide_name", ["natural", "tied", "joint", "held"])
 def test_updates_on_eight_devices_are_those_on_one(eight, guide_name):
     assert report(eight)["devices"] == 8
     assert_same_run(eight / f"update_{guide_name}_many.npz", eight / f"update_{guide_name}_one.npz")
@@ -88,7 +88,7 @@ def test_fit_on_eight_devices_is_that_on_one(eight, guide_name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("guide_name", ["natural", "tied", "held"])
+@pytest.mark.parametrize("guide_name", ["natural", "tied", "joint", "held"])
 def test_between_devices_only_sums_over_rows_travel(eight, guide_name):
     collectives = report(eight)["collectives"][guide_name]
     assert collectives
@@ -101,7 +101,7 @@ def test_between_devices_only_sums_over_rows_travel(eight, guide_name):
         for size in shape[:-1].split("[")[1].split(",")
         if size
     }
-    assert sizes <= {R if guide_name == "held" else len(Z), Z.shape[1], 1, 20}
+    assert sizes <= {{"held": R, "joint": len(Z) + 1}.get(guide_name, len(Z)), Z.shape[1], 1, 20}
 
 
 @pytest.mark.slow

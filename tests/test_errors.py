@@ -384,7 +384,9 @@ MISTAKES = {
         ("`median`", "got a function", "`sample_posterior`"),
     ),
     "median of a guide not yet run, without the model's arguments": (
-        lambda: TSVGP(with_noise, Z).median(initial_parameters(with_noise, TSVGP(with_noise, Z), X, y)),
+        lambda: TSVGP(with_noise, Z, joint=False).median(
+            initial_parameters(with_noise, TSVGP(with_noise, Z, joint=False), X, y)
+        ),
         TypeError,
         ("'X'", "not been run yet", "model's arguments", "`median`"),
     ),
@@ -488,9 +490,9 @@ MISTAKES = {
         ("(7, 2)", "(7, 1)", "same D"),
     ),
     "prediction without the sites": (
-        lambda: predict_without_parameters("f_auto_sites"),
+        lambda: predict_without_parameters("f_auto_joint_sites"),
         ValueError,
-        ("parameter 'f_auto_sites'", "`result.params`"),
+        ("parameter 'f_auto_joint_sites'", "`result.params`"),
     ),
     "prediction without the names of the latents": (
         lambda: predict_without_parameters("auto_latents"),

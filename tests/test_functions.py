@@ -4,7 +4,7 @@ import functools
 import pickle
 
 from grids import representative
-from guides import GUIDES, POSTERIORS, arbitrary_parameters
+from guides import FACTORISED, GUIDES, POSTERIORS, arbitrary_parameters
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -200,7 +200,7 @@ def test_two_sites_are_drawn_with_their_own_inputs():
         with numpyro.plate("data", N):
             numpyro.sample("y", dist.Normal(f + g, NOISE), obs=y)
 
-    guide = GUIDES["natural"](model, {"f": Z, "g": Z[:3, :1]})
+    guide = FACTORISED["natural"](model, {"f": Z, "g": Z[:3, :1]})
     params = arbitrary_parameters(model, guide, X, y)
     functions = sample_functions(guide, jax.random.key(1), params, X, y, num_samples=DRAWS, num_features=16)
     q = guide.posterior(jax.random.key(0), params, X, y)

@@ -274,7 +274,7 @@ def three_latents(X, y=None, noise=NOISE):
 @pytest.mark.parametrize("model", [two_latents, three_latents], ids=["product grid", "draws"])
 def test_each_latent_of_a_datum_has_its_own_cavity(model, noise):
     model = partial(model, noise=noise)
-    svi, result = fitted(model, sgp.AutoTSVGP(model, Z), X, y, steps=30, step_size=0.5)
+    svi, result = fitted(model, sgp.AutoTSVGP(model, Z, joint=False), X, y, steps=30, step_size=0.5)
     loo = loo_cavity(jax.random.key(1), svi, result, X, y, num_samples=2)
     means, variances = [], []
     for q in svi.guide.posterior(jax.random.key(0), result.params, X).values():
@@ -614,7 +614,7 @@ def test_vsbc_sees_a_shift_and_its_probabilities_a_wrong_width_in_gps_and_other_
     shift, scale, symmetric, uniform
 ):
     inputs = np.linspace(-2.0, 2.0, 24)[:, None]
-    fitted_guide = sgp.AutoTSVGP(with_effect, np.linspace(-2.0, 2.0, 9)[:, None])
+    fitted_guide = sgp.AutoTSVGP(with_effect, np.linspace(-2.0, 2.0, 9)[:, None], joint=False)
 
     def guide(X, y=None):
         if numpyro.get_mask() is not False:

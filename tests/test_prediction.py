@@ -5,7 +5,7 @@ import pickle
 import subprocess
 import sys
 
-from guides import GUIDES, POSTERIORS, arbitrary_parameters, initial_parameters, loss_at, optimizer
+from guides import FACTORISED, GUIDES, POSTERIORS, arbitrary_parameters, initial_parameters, loss_at, optimizer
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -174,14 +174,14 @@ def test_joint_draws_have_the_posterior_covariance_whatever_their_sample_shape(n
 
 @pytest.mark.once
 def test_draws_of_f_go_with_the_draws_of_the_hyperparameters():
-    guide = GUIDES["tied"](continuous, Z)
+    guide = FACTORISED["tied"](continuous, Z)
     params = arbitrary_parameters(continuous, guide, X, y)
     params["lengthscale_auto_scale"] = jnp.asarray(1.0)
     draws = guide.sample_posterior(jax.random.key(1), params, X_new, sample_shape=(DRAWS,))
     # Standardised by the posterior at their own lengthscale, all draws are standard normal.
     plain_params = {site: params[site] for site in ("f_auto_inducing", "f_auto_sites")}
-    plain_params["auto_latents"] = initial_parameters(given, GUIDES["tied"](given, Z), X, 0.5, 1.0)["auto_latents"]
-    conditional = GUIDES["tied"](given, Z)
+    plain_params["auto_latents"] = initial_parameters(given, FACTORISED["tied"](given, Z), X, 0.5, 1.0)["auto_latents"]
+    conditional = FACTORISED["tied"](given, Z)
 
     def standardised(f, lengthscale):
         q = conditional.posterior(jax.random.key(0), plain_params, X_new, 0.5, lengthscale)["f"]
@@ -201,7 +201,7 @@ def test_draws_of_f_go_with_the_draws_of_the_hyperparameters():
 @each_kind
 def test_median_and_quantiles_are_the_closed_form(name):
     levels = np.array([0.05, 0.5, 0.9])
-    guide = POSTERIORS[name](continuous, Z)
+    guide = FACTORISED[name](continuous, Z)
     params = arbitrary_parameters(continuous, guide, X, y)
     loc = {site: params[f"{site}_auto_loc"] for site in ("noise", "lengthscale")}
     scale = {site: params[f"{site}_auto_scale"] for site in loc}
@@ -215,7 +215,7 @@ def test_median_and_quantiles_are_the_closed_form(name):
 
     median, quantiles = guide.median(params, X_new), guide.quantiles(params, levels, X_new)
     at_medians = handlers.condition(continuous, data={site: median[site] for site in loc})
-    q = POSTERIORS[name](at_medians, Z).posterior(jax.random.key(0), params, X_new)["f"]
+    q = FACTORISED[name](at_medians, Z).posterior(jax.random.key(0), params, X_new)["f"]
     assert_allclose(median["f"], q.mean, rtol=1e-10)
     assert_allclose(quantiles["f"], stats.norm.ppf(levels[:, None], q.mean, np.sqrt(q.variance)), rtol=1e-8)
     assert_allclose(quantiles["noise"][1], median["noise"], rtol=1e-10)
@@ -232,9 +232,9 @@ def test_medians_of_what_depends_on_the_gp_are_not_given_as_if_it_were_zero(base
         with numpyro.plate("data", X.shape[0]):
             numpyro.sample("y", dist.Normal(rate + weights[0], noise), obs=y)
 
-    guide = sgp.AutoTSVGP(with_rate, Z, base=base)
+    guide = sgp.AutoTSVGP(with_rate, Z, base=base, joint=False)
     params = arbitrary_parameters(with_rate, guide, X, y)
-    for fitted in (guide, sgp.AutoTSVGP(with_rate, Z, base=base)):
+    for fitted in (guide, sgp.AutoTSVGP(with_rate, Z, base=base, joint=False)):
         assert set(fitted.median(params, X_new)) == {"noise", "weights", "f"}
         single, levels = fitted.quantiles(params, 0.9, X_new), fitted.quantiles(params, [0.5, 0.9], X_new)
         shapes = {name: value.shape for name, value in single.items()}
@@ -258,7 +258,7 @@ def test_median_and_quantiles_without_other_latents_are_those_of_the_gp():
 @pytest.mark.once
 @pytest.mark.parametrize("base", [AutoDelta, AutoMultivariateNormal])
 def test_the_median_of_other_bases_is_their_own(base):
-    guide = GUIDES["tied"](continuous, Z, base=base)
+    guide = FACTORISED["tied"](continuous, Z, base=base)
     params = arbitrary_parameters(continuous, guide, X, y)
     median = guide.median(params, X_new)
     if base is AutoDelta:
@@ -267,7 +267,7 @@ def test_the_median_of_other_bases_is_their_own(base):
         expected = np.exp(params["auto_loc"])
     assert_allclose(sorted([median["lengthscale"], median["noise"]]), sorted(expected), rtol=1e-10)
     at_medians = handlers.condition(continuous, data={site: median[site] for site in ("noise", "lengthscale")})
-    q = GUIDES["tied"](at_medians, Z).posterior(jax.random.key(0), params, X_new)["f"]
+    q = FACTORISED["tied"](at_medians, Z).posterior(jax.random.key(0), params, X_new)["f"]
     assert_allclose(median["f"], q.mean, rtol=1e-10)
 
 
@@ -350,7 +350,7 @@ def test_a_guide_built_in_a_new_process_predicts_the_same_from_params_alone(case
 @pytest.mark.once
 def test_an_autoguide_of_the_user_predicts_outcomes_by_the_likelihood_in_a_fresh_guide():
     def fresh():
-        return GUIDES["tied"](continuous, Z, base=AutoNormal(handlers.block(continuous, hide=["f"])))
+        return FACTORISED["tied"](continuous, Z, base=AutoNormal(handlers.block(continuous, hide=["f"])))
 
     params = arbitrary_parameters(continuous, used := fresh(), X, y)
     sites = ["noise", "lengthscale", "f", "y"]
@@ -394,12 +394,12 @@ def test_predicting_elsewhere_does_not_change_what_a_guide_trains_on(name):
 
 @pytest.mark.once
 def test_a_compiled_init_leaves_no_tracer_where_prediction_meets_it():
-    guide = GUIDES["tied"](continuous, Z)
+    guide = FACTORISED["tied"](continuous, Z)
     svi = SVI(continuous, guide, optimizer("tied"), sgp.QuadratureELBO())
     params = svi.get_params(jax.jit(svi.init)(jax.random.key(0), X, y))
     here = predictions(continuous, guide, params)
     assert_allclose(here["median"]["noise"], np.exp(params["noise_auto_loc"]), rtol=1e-12)
-    afresh = predictions(continuous, GUIDES["tied"](continuous, Z), params)
+    afresh = predictions(continuous, FACTORISED["tied"](continuous, Z), params)
     for path, value in jax.tree_util.tree_leaves_with_path(afresh):
         assert_allclose(dict(jax.tree_util.tree_leaves_with_path(here))[path], value, rtol=1e-12)
 

@@ -178,6 +178,8 @@ class _Ratios:
 
     def _given(self, site: str, q: SparsePosterior, rng_key: Array) -> SparsePosterior:
         """The process given a draw of u, with log q(u)/p(u) in the place of the divergence."""
+        if q.joint_run is not None:
+            return q.joint_run.given(site, q)
         process = process_of(self.guide, self.values, site, q)
         A, T = q.moments.prior_root, q.moments.posterior_root
         if T is None:  # the values at X are u

@@ -93,6 +93,18 @@ def loo_cavity(
     return _elpd_data(az, cavities.name, loo, full)
 
 
+def _given_latents(name: str, q: SparsePosterior) -> SparsePosterior:
+    """The posterior of a GP given the other latents, which count as hyperparameters."""
+    group = q.joint_run.group
+    if len(group.sites) > 1 or q.batch_shape not in ((), (1,)):
+        msg = (
+            f"The GP sites {list(group.sites)} have a joint posterior with several latents for each datum, which "
+            "`loo_cavity` takes to be independent. Use `az.loo` on what `to_arviz` gives."
+        )
+        raise ValueError(msg)
+    return q.joint_run.given_latents(name, q)
+
+
 class _Cavities:
     """Leave-one-out densities given draws of the hyperparameters."""
 
@@ -136,6 +148,9 @@ class _Cavities:
         guide = handlers.mask(self.svi.guide, mask=False)
         particle = Particle(self.loss, key, self.values, self.svi.model, guide, self.args, self.kwargs)
         guide_trace = particle.run_guide(particle.guide_key, {})
+        for name, q in posteriors_of(guide_trace).items():
+            if q.joint_run is not None:
+                guide_trace[name] = {**guide_trace[name], "fn": _given_latents(name, q)}
         return particle, guide_trace, particle.run_model(guide_trace, {})
 
     def _log_prob(self, particle: Particle, guide_trace: Trace, values: Mapping[str, Array]) -> Array:

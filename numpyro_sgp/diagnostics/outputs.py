@@ -20,6 +20,7 @@ from numpyro_sgp._internal.checks import positive
 from numpyro_sgp._internal.pytrees import split_arrays
 from numpyro_sgp._internal.signatures import with_num_data
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
+from numpyro_sgp.distributions.traces import posteriors_of
 from numpyro_sgp.distributions.wrappers import log_prob_of, observed_mask, unwrap
 from numpyro_sgp.guides.handlers import KeysBySite
 from numpyro_sgp.math.linalg import cholesky, matmul, matvec, matvec_transposed
@@ -141,6 +142,9 @@ class Draws:
         guide = handlers.mask(handlers.substitute(guide, substitute_fn=substitute), mask=False)
         with handlers.block():
             guide_trace = handlers.trace(guide).get_trace(*args, **kwargs)
+        for name, q in posteriors_of(guide_trace).items():
+            if q.joint_run is not None:
+                log_ratios[name] = q.joint_run.log_ratio(name, q.batch_shape)
         model = handlers.replay(seeded(self.model, key_model), cast(Any, guide_trace))
         model = handlers.substitute(handlers.substitute(model, data=values), substitute_fn=substitute)
         with handlers.block():

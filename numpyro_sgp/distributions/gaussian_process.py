@@ -162,3 +162,7 @@ class GaussianProcess(dist.Distribution):
     @property
     def variance(self) -> Array:
         return jnp.broadcast_to(self.kernel(self.X), self.batch_shape + self.event_shape)
+
+    def prior_mean_of(self, batch_shape: tuple[int, ...]) -> Array:
+        """The mean at X for a number of latents, (..., N)."""
+        return jnp.broadcast_to(self.prior_mean, batch_shape + self.event_shape)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 from jax import Array, lax
@@ -39,6 +40,10 @@ class SparsePosterior(dist.Distribution):
     support = constraints.real_vector  # pyright: ignore[reportAssignmentType]
     pytree_data_fields = ("prior", "moments")
     pytree_aux_fields = ("joint",)
+    # Of a posterior that is joint with other sites: the Gaussian of all of them, q(u) of this one, and a draw of it.
+    joint_run: Any = None
+    gaussian: Any = None
+    drawn: Any = None
 
     def __init__(
         self, prior: GaussianProcess, moments: Moments, batch_shape: tuple[int, ...] = (), *, joint: bool = True

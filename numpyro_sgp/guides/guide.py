@@ -16,7 +16,7 @@ import numpy as np
 import numpyro
 from numpyro import distributions as dist
 from numpyro import handlers
-from numpyro.infer.autoguide import AutoGuide, AutoNormal
+from numpyro.infer.autoguide import AutoDelta, AutoGuide, AutoNormal
 
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
@@ -27,7 +27,9 @@ from numpyro_sgp.guides.handlers import (
     ModelForBase,
     SwapGaussianProcesses,
     clear_errors,
+    is_missing_outcome,
 )
+from numpyro_sgp.guides.joint import Group, Joint, JointRun, checked_joint, find_groups, first_run
 from numpyro_sgp.guides.parameters import SiteParameters, parameter, with_candidates
 from numpyro_sgp.guides.row_dependence import check_rows_apart
 from numpyro_sgp.posteriors.decoupled.coefficients import ProbedCoefficients
@@ -39,10 +41,16 @@ __all__ = ["AbstractAutoSparseGP", "AutoSparseGP"]
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class LatentNames:
-    """Names of the latent variables that the base guide gives values to: a parameter without numbers."""
+class Latents:
+    """Names of the model's latent variables, and which of them are joint with GP sites: a parameter without numbers."""
 
     names: tuple[str, ...]
+    groups: tuple[Group, ...] = ()
+
+    @property
+    def joint(self) -> frozenset[str]:
+        """Those that have a joint posterior with GP sites, which the base guide leaves alone."""
+        return frozenset(name for group in self.groups for name in group.latents)
 
 
 def _check_tracked(base_trace: dict[str, dict], trace: dict[str, dict]) -> None:
@@ -75,6 +83,15 @@ def _make_base(base: Any, model: Callable, prefix: str) -> Callable:
     raise TypeError(msg)
 
 
+def _joint_latents(posteriors: Mapping[str, SparsePosterior], z: ArrayLike) -> dict[str, Array]:
+    """The latents that are joint with GP sites, z standard deviations above the mean where they are unconstrained."""
+    found = {}
+    for run in {id(q.joint_run): q.joint_run for q in posteriors.values() if q.joint_run is not None}.values():
+        mean, deviation = run.marginals()
+        found.update(run.values(mean + z * deviation))
+    return found
+
+
 def _no_posterior(site: str, *_: Any) -> SparsePosterior:
     msg = f"The GP site {site!r} was to have a value already. Please report this."
     raise RuntimeError(msg)
@@ -83,13 +100,16 @@ def _no_posterior(site: str, *_: Any) -> SparsePosterior:
 class AbstractAutoSparseGP(AutoGuide):
     """Runs a base guide, then the model with its GP sites swapped; subclasses say which posterior a site gets."""
 
-    def __init__(self, model: Callable, *, base: Any, prefix: str) -> None:
+    def __init__(self, model: Callable, *, base: Any, prefix: str, joint: Joint = False) -> None:
         if not callable(model):
             msg = f"`model` must be a callable with NumPyro primitives, got {type(model).__name__}. Pass the function."
             raise TypeError(msg)
         super().__init__(model, prefix=prefix)
         self._model_for_base = ModelForBase(model)
         self.base = _make_base(base, self._model_for_base, prefix)
+        # A guide that the user has made keeps its latents, and point estimates were asked for with `AutoDelta`.
+        self._shares_latents = self.base is not base and not isinstance(self.base, AutoDelta)
+        self.joint = checked_joint(joint)
 
     @abstractmethod
     def family(self, site: str) -> AbstractPosteriorFamily:
@@ -100,16 +120,17 @@ class AbstractAutoSparseGP(AutoGuide):
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         predicting = numpyro.get_mask() is False
-        base_trace = self._run_base(predicting, args, kwargs)
-        trace, _ = self._run_model(base_trace, predicting, args, kwargs)
+        trace, _ = self._run_model(*self._prepared(predicting, args, kwargs), predicting, args, kwargs)
         return {name: site["value"] for name, site in trace.items() if site["type"] == "sample"}
 
-    def _run_base(self, predicting: bool, args: tuple, kwargs: dict) -> dict[str, dict]:
+    def _run_base(self, predicting: bool, args: tuple, kwargs: dict) -> tuple[dict[str, dict], tuple[Group, ...]]:
         names: tuple[str, ...] | None = None
+        groups: tuple[Group, ...] = ()
         if isinstance(self.base, AutoGuide):
-            names = self._latent_names(predicting, args, kwargs)
+            found = self._latents(predicting, args, kwargs)
+            names, groups = tuple(name for name in found.names if name not in found.joint), found.groups
             if not names:
-                return {}
+                return {}, groups
             if self.base.prototype_trace is None:
                 self._model_for_base.latents = names
 
@@ -124,29 +145,62 @@ class AbstractAutoSparseGP(AutoGuide):
         with clear_errors(), HiddenSamples(hide_fn=hides), handlers.trace() as base_trace:
             self.base(*args, **kwargs)
         if names is None:
-            return base_trace
+            return base_trace, () if self.joint is False else self._latents(predicting, args, kwargs).groups
         # An autoguide first run without outcomes takes them for latent variables: they are the model's to draw.
-        return {name: site for name, site in base_trace.items() if site["type"] != "sample" or name in names}
+        kept = {name: site for name, site in base_trace.items() if site["type"] != "sample" or name in names}
+        return kept, groups
 
-    def _latent_names(self, predicting: bool, args: tuple, kwargs: dict) -> tuple[str, ...]:
-        """Which latents are the base guide's: found where the data are given, and remembered among the parameters."""
+    def _latents(self, predicting: bool, args: tuple, kwargs: dict) -> Latents:
+        """Which latents there are, and which are joint: found where the data are given, and remembered."""
 
-        def find(rng_key: Array) -> LatentNames:
+        def find(rng_key: Array) -> Latents:
             del rng_key
             with clear_errors(), handlers.block(), handlers.trace() as trace:
                 self._model_for_base(*args, **kwargs)
-            sites = [site for site in trace.values() if site["type"] == "sample" and not site["is_observed"]]
-            return LatentNames(tuple(site["name"] for site in sites))
+            sites = [site for site in trace.values() if site["type"] == "sample"]
+            outcomes = {site["name"] for site in sites if site["is_observed"]}
+            latents = [site["name"] for site in sites if not site["is_observed"]]
+            names = tuple(name for name in latents if not is_missing_outcome(name, outcomes))
+            candidates = names if self._shares_latents else ()
+            return Latents(names, find_groups(lambda: self.model(*args, **kwargs), self.joint, candidates, self.family))
 
-        return parameter(f"{self.prefix}_latents", find, predicting).names
+        return parameter(f"{self.prefix}_latents", find, predicting)
+
+    def _prepared(self, predicting: bool, args: tuple, kwargs: dict) -> tuple[dict[str, dict], dict[str, JointRun]]:
+        return self._joint_runs(*self._run_base(predicting, args, kwargs), predicting, args, kwargs)
+
+    def _joint_runs(
+        self, base_trace: dict[str, dict], groups: tuple[Group, ...], predicting: bool, args: tuple, kwargs: dict
+    ) -> tuple[dict[str, dict], dict[str, JointRun]]:
+        """The joint posteriors given the base guide's values, by GP site, and these values with those drawn."""
+        if not groups:
+            return base_trace, {}
+        given, swap = GivenGaussianProcesses(0.0), SwapGaussianProcesses(base_trace, _no_posterior, True)
+        trace = first_run(lambda: self.model(*args, **kwargs), swap, given)
+        base_trace, runs = dict(base_trace), {}
+        for group in groups:
+            run = JointRun(group, trace, lambda: self.model(*args, **kwargs), self.family, self.prefix, predicting)
+            base_trace.update(run.latents)
+            runs.update(dict.fromkeys(group.sites, run))
+        return base_trace, runs
 
     def _run_model(
-        self, base_trace: dict[str, dict], predicting: bool, args: tuple, kwargs: dict, *, joint: bool = True
+        self,
+        base_trace: dict[str, dict],
+        runs: dict[str, JointRun],
+        predicting: bool,
+        args: tuple,
+        kwargs: dict,
+        *,
+        joint: bool = True,
     ) -> tuple[dict[str, dict], dict[str, SparsePosterior]]:
         starts: list[str] = []
 
         def posterior(site: str, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
             try:
+                if site in runs:
+                    starts.extend(["joint_sites"] if runs[site].is_initial else [])
+                    return runs[site].posterior(site, prior, batch_shape)
                 param = SiteParameters(site, self.prefix, predicting)
                 moments = self.family(site).moments(param, prior, batch_shape)
                 starts.extend(param.initial)
@@ -219,9 +273,9 @@ class AbstractAutoSparseGP(AutoGuide):
         """
 
         def run() -> dict[str, SparsePosterior]:
-            base_trace = self._run_base(True, args, kwargs)
+            base_trace, runs = self._prepared(True, args, kwargs)
             joint = self._is_chained(base_trace, args, kwargs)
-            return self._run_model(base_trace, True, args, kwargs, joint=joint)[1]
+            return self._run_model(base_trace, runs, True, args, kwargs, joint=joint)[1]
 
         return self._conditioned(rng_key, params)(run)
 
@@ -245,7 +299,7 @@ class AbstractAutoSparseGP(AutoGuide):
 
         def draw(key: Array) -> dict[str, Array]:
             def run() -> dict[str, Array]:
-                trace, _ = self._run_model(self._run_base(True, args, kwargs), True, args, kwargs)
+                trace, _ = self._run_model(*self._prepared(True, args, kwargs), True, args, kwargs)
                 return {n: site["value"] for n, site in trace.items() if site["type"] in ("sample", "deterministic")}
 
             return self._conditioned(key, params)(run)
@@ -298,7 +352,12 @@ class AbstractAutoSparseGP(AutoGuide):
             for name, value in values.items()
         }
         run = self._conditioned(jax.random.key(0), params)
-        return run(lambda: self._run_model(base_trace, True, args, kwargs)[1])
+        groups = self._known(params).groups
+
+        def posteriors() -> dict[str, SparsePosterior]:
+            return self._run_model(*self._joint_runs(base_trace, groups, True, args, kwargs), True, args, kwargs)[1]
+
+        return run(posteriors)
 
     def _base_summary(self, params: Mapping[str, Any], args: tuple, kwargs: dict, method: str, *extra: Any) -> dict:
         if not isinstance(self.base, AutoGuide):
@@ -306,8 +365,8 @@ class AbstractAutoSparseGP(AutoGuide):
                 f"`{method}` needs a base guide that has one, got a {type(self.base).__name__}. Use `sample_posterior`."
             )
             raise TypeError(msg)
-        known = params.get(f"{self.prefix}_latents")
-        if known is not None and not known.names:
+        known = self._known(params)
+        if f"{self.prefix}_latents" in params and not set(known.names) - known.joint:
             return {}
         if self.base.prototype_trace is None:
             # A guide made afresh: one run tells the base guide the shapes of its sites.
@@ -343,9 +402,23 @@ class AbstractAutoSparseGP(AutoGuide):
         """
         values = self._base_summary(params, args, kwargs, "median")
         if not args and not kwargs:
+            self._check_joint_summary(params, "median")
             return values
         posteriors = self._at_base_values(params, values, args, kwargs)
-        return {**values, **{site: q.mean for site, q in posteriors.items()}}
+        latents = _joint_latents(posteriors, 0.0)
+        return {**values, **latents, **{site: q.mean for site, q in posteriors.items()}}
+
+    def _known(self, params: Mapping[str, Any]) -> Latents:
+        return params.get(f"{self.prefix}_latents", Latents(()))
+
+    def _check_joint_summary(self, params: Mapping[str, Any], method: str) -> None:
+        joint = self._known(params).joint
+        if joint:
+            msg = (
+                f"`{method}` was called without the model's arguments, and {sorted(joint)} have a joint "
+                f"posterior with GP sites, whose priors these arguments make. Call `{method}` with them."
+            )
+            raise ValueError(msg)
 
     def quantiles(self, params: Mapping[str, Any], quantiles: ArrayLike, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Posterior quantiles of the other latents, and of the GP sites where the model's arguments are given.
@@ -360,10 +433,13 @@ class AbstractAutoSparseGP(AutoGuide):
         """
         values = self._base_summary(params, args, kwargs, "quantiles", quantiles)
         if not args and not kwargs:
+            self._check_joint_summary(params, "quantiles")
             return values
         medians = self._base_summary(params, args, kwargs, "median")
         posteriors = self._at_base_values(params, medians, args, kwargs)
-        return {**values, **{site: q.quantile(quantiles) for site, q in posteriors.items()}}
+        z = jax.scipy.special.ndtri(jnp.asarray(quantiles))[..., None]
+        latents = _joint_latents(posteriors, z)
+        return {**values, **latents, **{site: q.quantile(quantiles) for site, q in posteriors.items()}}
 
 
 class AutoSparseGP(AbstractAutoSparseGP):
@@ -373,6 +449,9 @@ class AutoSparseGP(AbstractAutoSparseGP):
         model: a NumPyro model with `GaussianProcess` sites.
         families: a posterior family for every site, or a dict of them by site name.
         base: guide for the other latents: an autoguide class, or a guide.
+        joint: which GP sites and other latents have one joint Gaussian: "auto" for all that meet in a term of the
+            model, False for none, or a tuple of names. Latents that a kernel or a prior mean depends on stay with
+            `base`, and so do those of a guide of your own or of `AutoDelta`.
         prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
 
     Raises:
@@ -386,6 +465,7 @@ class AutoSparseGP(AbstractAutoSparseGP):
         families: AbstractPosteriorFamily | Mapping[str, AbstractPosteriorFamily],
         *,
         base: Any = AutoNormal,
+        joint: Joint = "auto",
         prefix: str = "auto",
     ) -> None:
         for value in families.values() if isinstance(families, Mapping) else (families,):
@@ -396,7 +476,7 @@ class AutoSparseGP(AbstractAutoSparseGP):
                 )
                 raise TypeError(msg)
         self.families = families
-        super().__init__(model, base=base, prefix=prefix)
+        super().__init__(model, base=base, prefix=prefix, joint=joint)
 
     def family(self, site: str) -> AbstractPosteriorFamily:
         return for_site(self.families, site, "families")

@@ -6,14 +6,16 @@ from typing import Any
 
 import jax
 from jax import Array
+from jax.core import Tracer
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 from numpyro import handlers
 from numpyro.primitives import Messenger, apply_stack
 
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
-from numpyro_sgp.distributions.wrappers import rewrap, unwrap
+from numpyro_sgp.distributions.wrappers import observed_mask, rewrap, unwrap
 
 __all__ = [
     "GivenGaussianProcesses",
@@ -22,6 +24,7 @@ __all__ = [
     "ModelForBase",
     "SwapGaussianProcesses",
     "clear_errors",
+    "is_missing_outcome",
 ]
 
 
@@ -88,10 +91,13 @@ class HiddenSamples(handlers.block):
 
     def process_message(self, msg: Any) -> None:
         if msg["type"] == "sample" and self.hide_fn(msg) and _needs_key(msg):
-            request: Any = {"type": "prng_key", "site": msg["name"], "fn": lambda rng_key: rng_key}
-            request |= {"args": (), "kwargs": {"rng_key": None}, "value": None}
-            msg["kwargs"]["rng_key"] = apply_stack(request)["value"]
+            msg["kwargs"]["rng_key"] = _key_for(msg["name"])
         super().process_message(msg)
+
+
+def _key_for(site: str) -> Array:
+    request: Any = {"type": "prng_key", "site": site, "fn": lambda rng_key: rng_key}
+    return apply_stack(request | {"args": (), "kwargs": {"rng_key": None}, "value": None})["value"]
 
 
 class KeysBySite(Messenger):
@@ -110,6 +116,14 @@ class KeysBySite(Messenger):
         request = msg["name"] if msg["type"] == "sample" else msg.get("site") if msg["type"] == "prng_key" else None
         if request in self.keys and _needs_key(msg):
             msg["kwargs"]["rng_key"] = self.keys[request]
+
+
+class CheckedPlates(Messenger):
+    """Raises at a plate that is smaller than its batch."""
+
+    def process_message(self, msg: dict) -> None:
+        if msg["type"] == "plate":
+            _check_plate(msg)
 
 
 class Alone(Messenger):
@@ -159,6 +173,7 @@ class SwapGaussianProcesses(Messenger):
         self.gp_sites: dict[str, SparsePosterior] = {}
         self.plate_sizes: dict[str, int] = {}
         self.control_flow = ""  # name of the last primitive
+        self.outcomes: set[str] = set()  # observed sites so far
         self.of_rows: dict[str, str] = {}  # plates with as many entries as a GP site inside them has rows
         super().__init__()
 
@@ -182,6 +197,8 @@ class SwapGaussianProcesses(Messenger):
                 self._check_rows(msg, site["value"])
                 msg.update(fn=site["fn"], value=site["value"], intermediates=site["intermediates"])
                 self.exposed.add(msg["name"])
+            elif is_missing_outcome(msg["name"], self.outcomes):
+                self.exposed.add(msg["name"])  # drawn from the likelihood, in the model and in the guide
             elif not self.predicting and _needs_value(msg):
                 self._raise_without_value(msg)
 
@@ -259,6 +276,11 @@ class SwapGaussianProcesses(Messenger):
             msg["value"] = self.base_trace[msg["name"]]["value"]
 
     def _check_outcomes(self, msg: dict) -> None:
+        self.outcomes.add(msg["name"])
+        _check_numbers(msg)
+        self._check_entries(msg)
+
+    def _check_entries(self, msg: dict) -> None:
         """One outcome for each entry of a plate against a table of all entries and all rows: the plate is of the rows.
 
         As many latents as rows have a plate of their own and leave none of these axes without one.
@@ -299,8 +321,11 @@ class SwapGaussianProcesses(Messenger):
 
         msg["fn"] = rewrap(msg["fn"], replace)
         self.exposed.add(name)
-        if not self.joint:
-            q = self.gp_sites[name]
+        q = self.gp_sites[name]
+        if q.joint_run is not None:
+            joint = self.predicting and self.joint
+            msg["value"] = q.joint_run.draw(q, _key_for(name), joint=joint)
+        elif not self.joint:
             msg["value"] = SparsePosterior(q.prior, q.moments, q.batch_shape, joint=False).sample(numpyro.prng_key())
 
     def postprocess_message(self, msg: dict) -> None:
@@ -308,6 +333,29 @@ class SwapGaussianProcesses(Messenger):
         # what it changes there is what counts. Outer handlers have recorded the value by now; the model gets a copy.
         if msg["type"] == "mutable" and isinstance(msg["value"], dict):
             msg["value"] = msg["value"].copy()
+
+
+def is_missing_outcome(name: str, outcomes: Collection[str]) -> bool:
+    """Whether a latent site holds the outcomes that `obs_mask` of an observed site leaves out."""
+    stem = name.removesuffix("_unobserved")
+    return stem != name and f"{stem}_observed" in outcomes
+
+
+def _check_numbers(msg: dict) -> None:
+    """Raise at an outcome that is not a number and counts."""
+    value, fn = msg["value"], msg["fn"]
+    mask = observed_mask(fn)
+    if isinstance(value, Tracer) or isinstance(mask, Tracer) or not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
+        return
+    missing = np.isnan(np.asarray(value))
+    missing = missing.any(axis=tuple(range(missing.ndim - fn.event_dim, missing.ndim)))
+    count = int(np.sum(missing & np.asarray(mask)))
+    if count:
+        message = (
+            f"The outcomes of {msg['name']!r} have {count} entries that are NaN, and the loss would be NaN, too. Leave "
+            "them out with `handlers.mask`, or draw them with `obs_mask=` of `numpyro.sample`."
+        )
+        raise ValueError(message)
 
 
 def _check_plate(msg: dict) -> None:

@@ -27,6 +27,8 @@ from numpyro_sgp.distributions.traces import (
     scaled_log_prob,
 )
 from numpyro_sgp.distributions.wrappers import unwrap
+from numpyro_sgp.guides.handlers import is_missing_outcome
+from numpyro_sgp.losses.joint import JointExpectation
 from numpyro_sgp.losses.rules import Rule, rules_of
 from numpyro_sgp.losses.sampled import check_sampled, integrate_sampled, sampled_site
 from numpyro_sgp.math.quadrature import product_grid
@@ -192,7 +194,8 @@ class Particle:
 
     def nested_parents(self, guide_trace: Trace) -> frozenset[str]:
         """GP sites on which the posterior of another GP site depends."""
-        sites = posteriors_of(guide_trace)
+        # Members of a joint posterior have no GP sites that depend on them.
+        sites = [name for name, q in posteriors_of(guide_trace).items() if q.joint_run is None]
         if len(sites) < 2:
             return frozenset()
 
@@ -204,9 +207,12 @@ class Particle:
         return frozenset().union(*(set(mean | variance) - {name} for name, (mean, variance) in depends.items()))
 
     def elbo_given(self, guide_trace: Trace, parents: frozenset[str]) -> tuple[Array, dict[str, Any] | None]:
-        sites = posteriors_of(guide_trace)
+        everything = posteriors_of(guide_trace)
         if self.training:
-            check_kept(sites, self.guide, type(self.loss).__name__)
+            check_kept(everything, self.guide, type(self.loss).__name__)
+        runs = {id(q.joint_run): q.joint_run for q in everything.values() if q.joint_run is not None}
+        members = {name for run in runs.values() for name in (*run.group.sites, *run.group.latents)}
+        sites = {name: q for name, q in everything.items() if name not in members}
         model_trace = self.run_model(guide_trace, {})
         check_model_guide_match(model_trace, guide_trace)
         check_outcomes(model_trace)
@@ -216,10 +222,28 @@ class Particle:
         guide_order = [name for name in sample_sites(guide_trace) if name in model_trace]
         analytic = guide_order == [name for name in sample_sites(model_trace) if name in guide_trace]
 
+        model_at = partial(self.run_model, guide_trace)
+        joint = [
+            JointExpectation(
+                run,
+                model_at,
+                {name: everything[name].prior.prior_mean_of(everything[name].batch_shape) for name in run.group.sites},
+                lambda trace, name: _latent_term(trace[name], guide_trace[name], analytic),
+                self.loss.num_nodes,
+                self.loss.num_samples,
+                jax.random.fold_in(self.noise_key, number),
+            )
+            for number, run in enumerate(runs.values(), 1)
+        ]
+        # Missing outcomes are drawn from the likelihood by the guide, too: log p − log q is zero.
+        outcomes = {name for name in sample_sites(model_trace) if model_trace[name]["is_observed"]}
+        missing = {name for name in sample_sites(guide_trace) if is_missing_outcome(name, outcomes)}
+        in_joint = {name for each in joint for name in each.names}
+
         def terms(trace: Trace) -> dict[str, Array]:
             result = {}
             for name in sample_sites(trace):
-                if name in sites:
+                if name in sites or name in members or name in in_joint or name in missing:
                     continue
                 site = trace[name]
                 result[name] = (
@@ -231,6 +255,8 @@ class Particle:
 
         at_sample = terms(model_trace)
         elbo = 0.0  # without a dtype of its own, so that a float32 model has a float32 loss under x64
+        for each in joint:
+            elbo = elbo + each.value(guide_trace[each.run.group.sites[0]]["scale"])
         for name in sites:
             elbo = elbo - jnp.sum(
                 scale_and_mask(
@@ -243,8 +269,7 @@ class Particle:
 
         free = {name: q for name, q in sites.items() if name not in parents}
         check_sampled(sites, parents)
-        model_at = partial(self.run_model, guide_trace)
-        rules = rules_of(guide_trace, model_trace, free, tuple(at_sample), terms, model_at)
+        rules = rules_of(guide_trace, model_trace, free, tuple(at_sample), terms, model_at) if free else []
         integrated = {name for rule in rules for name in rule.terms}
         elbo = elbo + sum(value for name, value in at_sample.items() if name not in integrated)
         for index, rule in enumerate(rules):

@@ -24,7 +24,7 @@ from numpyro_sgp.optim.closure import (
     scheduled,
     transformation,
 )
-from numpyro_sgp.posteriors.natural_parameters import AbstractSites, Perturbation, Perturbed
+from numpyro_sgp.posteriors.natural_parameters import AbstractSites, JointSites, Perturbation, Perturbed
 
 __all__ = ["NaturalGradient", "NaturalGradientState"]
 
@@ -44,6 +44,7 @@ class NaturalGradientState(NamedTuple):
         damping: factor on the last step's length: halved by a refusal, doubled up to 1 by a success.
         retrying: whether the last step was refused, so that the next one is not to be longer.
         refused: how many steps were refused so far.
+        loss: the loss at the last accepted parameters.
     """
 
     params: Params
@@ -52,6 +53,7 @@ class NaturalGradientState(NamedTuple):
     damping: Array
     retrying: Array
     refused: Array
+    loss: Array
 
 
 class NaturalGradient(AbstractRefusingOptimizer):
@@ -61,7 +63,8 @@ class NaturalGradient(AbstractRefusingOptimizer):
     gives the loss: the direction is divided by that of the divergence. The other parameters are trained by
     `others`; with one E-step and one M-step, both come from the same evaluation of the loss. A step whose loss, new
     sites or parameters are not finite is refused as a whole and counted (`num_refused`): the parameters go back to
-    the last ones at which the loss was finite, and the next step is half as long.
+    the last ones at which the loss was finite, and the next step is half as long. So is one that makes the loss of a
+    joint posterior more than twice as large.
 
     Args:
         step_size: ρ in (0, 1], or an optax schedule of it.
@@ -142,6 +145,7 @@ class NaturalGradient(AbstractRefusingOptimizer):
             jnp.ones((), dtype),
             jnp.asarray(False),
             jnp.zeros((), jnp.int32),
+            jnp.full((), jnp.inf, dtype),
         )
         return jnp.asarray(0), state
 
@@ -154,7 +158,8 @@ class NaturalGradient(AbstractRefusingOptimizer):
         loss, aux, finite, params, others_state = iterate(fn, sites, others, state.others_state, rate, damping)
         # In the order of the parameters, which the state keeps.
         params = {name: params[name] for name in state.params}
-        return Trial(loss, aux, {"params": params, "others_state": others_state}, finite & all_finite(params))
+        finite &= all_finite(params) & ~_is_far_up(loss, state)
+        return Trial(loss, aux, {"params": params, "others_state": others_state}, finite)
 
     def _keep(self, trial: Trial, accepted: Array, state: NaturalGradientState) -> NaturalGradientState:
         """A refused step halves the length of the next one.
@@ -163,7 +168,7 @@ class NaturalGradient(AbstractRefusingOptimizer):
         """
         here = state.params, state.others_state
         there = trial.changes["params"], trial.changes["others_state"]
-        usable = jnp.isfinite(trial.loss)
+        usable = jnp.isfinite(trial.loss) & ~_is_far_up(trial.loss, state)
         # (A switch copies one of the trees; a select would compile and run an operation for each leaf.)
         case = jnp.where(accepted, 0, jnp.where(usable, 1, 2))
         (params, others_state), good = lax.switch(
@@ -173,7 +178,8 @@ class NaturalGradient(AbstractRefusingOptimizer):
         damping = _damping(state)
         damping = jnp.where(accepted, damping, 0.5 * jnp.where(usable, damping, state.damping))
         damping = jnp.maximum(damping, _SMALLEST_DAMPING)
-        return NaturalGradientState(params, others_state, good, damping, ~accepted, state.refused)
+        loss = jnp.where(accepted, trial.loss, state.loss).astype(state.loss.dtype)
+        return NaturalGradientState(params, others_state, good, damping, ~accepted, state.refused, loss)
 
     def _simultaneous(
         self, fn: LossFn, sites: Sites, others: Params, others_state: Any, rate: Array, damping: Array
@@ -240,6 +246,12 @@ class NaturalGradient(AbstractRefusingOptimizer):
         zeros = {name: value.perturbation(for_step=True, floor=self.floor) for name, value in sites.items()}
         output, (found, grads) = probe(fn, lambda name, zero: Perturbed(sites[name], zero), zeros, others)
         return output, {name: d.of_unit_scale(sites[name]) for name, d in found.items()}, grads
+
+
+def _is_far_up(loss: Array, state: NaturalGradientState) -> Array:
+    """Whether the last step made the loss of a joint posterior more than twice as large, which no minibatch does."""
+    sizes = [value.lambda1.size for value in state.params.values() if isinstance(value, JointSites)]
+    return loss > state.loss + jnp.abs(state.loss) + sum(sizes) if sizes else jnp.asarray(False)
 
 
 def _damping(state: NaturalGradientState) -> Array:

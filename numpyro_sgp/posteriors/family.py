@@ -57,6 +57,11 @@ class AbstractPosteriorFamily(ABC):
         """The loss that keeps the mutable state, under any other of which it would stay as it starts; None without."""
         return None
 
+    @property
+    def joins(self) -> str | None:
+        """How sites of one Gaussian over several GPs and latents are held: "projected", "whitened", or None."""
+        return None
+
     @abstractmethod
     def gaussian(
         self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]

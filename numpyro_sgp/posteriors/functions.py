@@ -279,7 +279,7 @@ def _drawable(
     guide: Guide, params: Mapping[str, Any], site: str, q: SparsePosterior
 ) -> ProcessPosterior | TableProcess:
     """What functions are drawn from, checked."""
-    process = drawable_of(guide, params, site, q)
+    process = drawable_of(guide, params, site, q, drawn=True)
     if process.mean_function is None:
         msg = (
             f"The GP site {site!r} has a prior mean given as an array of values at the model's inputs, which say "

@@ -13,6 +13,7 @@ the backward pass that also differentiates the hyperparameters, and it passes th
 
 import dataclasses
 from functools import partial
+from typing import Self
 
 import jax
 from jax import Array
@@ -28,6 +29,7 @@ from numpyro_sgp.math.linalg import matmul, matvec_transposed
 __all__ = [
     "AbstractSites",
     "DatumSites",
+    "JointSites",
     "Perturbation",
     "Perturbed",
     "TiedSites",
@@ -102,7 +104,7 @@ class TiedSites(AbstractSites):
         M: int,
         dtype: jax.typing.DTypeLike,
         reference: AbstractInducing | None = None,
-    ) -> "TiedSites":
+    ) -> Self:
         """Sites that change nothing: q is the prior."""
         # NumPy's zeros, since for each shape of its own `jnp.zeros` would compile a program.
         lambda1, Lambda2 = np.zeros((*batch_shape, M), dtype), np.zeros((*batch_shape, M, M), dtype)
@@ -114,6 +116,12 @@ class TiedSites(AbstractSites):
         if self.reference is None or not for_step:
             return perturbation
         return dataclasses.replace(perturbation, transported=jax.tree.map(jnp.zeros_like, self))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class JointSites(TiedSites):
+    """Tied sites of one Gaussian over several GPs and other latents: the loss need not be convex in them together."""
 
 
 @jax.tree_util.register_dataclass
@@ -191,10 +199,11 @@ class Perturbation:
             inside = self.scale > 0.0
             # All latents share the reference, which is in the loss once for each of them.
             total = jnp.sum(self.scale)
-            transported = TiedSites(
-                jnp.where(inside[..., None], divided(transported.lambda1), sites.lambda1),
-                jnp.where(inside[..., None, None], divided(transported.Lambda2), sites.Lambda2),
-                jax.tree.map(
+            transported = dataclasses.replace(
+                transported,
+                lambda1=jnp.where(inside[..., None], divided(transported.lambda1), sites.lambda1),
+                Lambda2=jnp.where(inside[..., None, None], divided(transported.Lambda2), sites.Lambda2),
+                reference=jax.tree.map(
                     lambda new, old: jnp.where(total > 0.0, new / total, old), transported.reference, sites.reference
                 ),
             )

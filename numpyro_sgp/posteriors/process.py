@@ -222,9 +222,14 @@ def dense_process(sites: DatumSites, q: SparsePosterior) -> ProcessPosterior:
 
 
 def drawable_of(
-    guide: Guide, params: Mapping[str, Any], site: str, q: SparsePosterior
+    guide: Guide, params: Mapping[str, Any], site: str, q: SparsePosterior, *, drawn: bool = False
 ) -> ProcessPosterior | TableProcess:
-    """What functions of a GP site are drawn from; see `process_of`."""
+    """What functions of a GP site are drawn from; see `process_of`.
+
+    `drawn` is for a posterior that is joint with others: given the draw of all of them that it was made with.
+    """
+    if q.gaussian is not None:
+        return process_over(q.drawn if drawn else q.gaussian, q)
     family = guide.family(site)
     found = family.process(FittedParameters(params, site, guide.prefix), q)
     if found is None:

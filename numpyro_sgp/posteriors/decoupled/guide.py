@@ -15,6 +15,7 @@ from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.sparse_regression import RegressionPosterior
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
+from numpyro_sgp.guides.joint import JointRun
 from numpyro_sgp.inducing import AbstractInducing, GrowingInducing, InducingPoints, ProbedInducing
 from numpyro_sgp.math.linalg import largest_eigenvalue, matmul
 from numpyro_sgp.posteriors.decoupled.family import Decoupled, Parametrization
@@ -178,9 +179,16 @@ class AutoDecoupledGP(AbstractAutoSparseGP):
         check_names(self.init_from, sites, "init_from")
 
     def _run_model(
-        self, base_trace: dict[str, dict], predicting: bool, args: tuple, kwargs: dict, *, joint: bool = True
+        self,
+        base_trace: dict[str, dict],
+        runs: dict[str, JointRun],
+        predicting: bool,
+        args: tuple,
+        kwargs: dict,
+        *,
+        joint: bool = True,
     ) -> tuple[dict[str, dict], dict[str, SparsePosterior]]:
-        trace, posteriors = super()._run_model(base_trace, predicting, args, kwargs, joint=joint)
+        trace, posteriors = super()._run_model(base_trace, runs, predicting, args, kwargs, joint=joint)
         if not predicting and self._options["parametrization"] != "solve":
             own = tuple(f"{site}_{self.prefix}_" for site in posteriors)
             trained = any(site["type"] == "sample" for site in base_trace.values()) or any(

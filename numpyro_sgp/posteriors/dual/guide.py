@@ -15,10 +15,11 @@ from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.sparse_regression import RegressionPosterior, started_sites
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
-from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, InducingPoints
-from numpyro_sgp.math.linalg import diagonal, matmul, matvec, solve_lower, with_jitter
+from numpyro_sgp.guides.joint import Joint
+from numpyro_sgp.inducing import AbstractInducing
+from numpyro_sgp.math.linalg import matmul, matvec, solve_lower, with_jitter
 from numpyro_sgp.posteriors.dual.formulas import dual_dense, dual_per_datum, natural_mean_and_root
-from numpyro_sgp.posteriors.dual.tied import tied, tied_mean_and_root
+from numpyro_sgp.posteriors.dual.tied import shared_covariance, tied, tied_mean_and_root
 from numpyro_sgp.posteriors.family import (
     AbstractPosteriorFamily,
     Inducing,
@@ -52,19 +53,6 @@ def _own_rows(value: DatumSites | Perturbed, prior: GaussianProcess, M: Array) -
     return jnp.where(jnp.all(sites.X == prior.X), M, jnp.nan)
 
 
-def shared_covariance(
-    inducing: AbstractInducing, reference: AbstractInducing, kernel: Callable, jitter: float
-) -> Array:
-    """Cov(u, u') for inducing variables that moved from u' to u, the jitter's noise moving along, (..., M, M)."""
-    reference = jax.lax.stop_gradient(reference)
-    K = inducing.Kuv(kernel, reference)
-    # The compiler would evaluate the whole matrix for its diagonal, which for values of the process is known.
-    points = isinstance(reference, InducingPoints | BoundedInducingPoints)
-    variances = kernel(reference.Z) if points else diagonal(reference.Kuu(kernel))
-    scale = jnp.mean(variances, axis=-1)[..., None, None]
-    return K + jitter * scale * jnp.eye(K.shape[-1], dtype=K.dtype)
-
-
 @dataclasses.dataclass(frozen=True)
 class Dual(AbstractPosteriorFamily):
     """q(u) ∝ p(u) Π_i t_i(u) with Gaussian sites t_i; starts at the prior.
@@ -96,6 +84,11 @@ class Dual(AbstractPosteriorFamily):
             if value not in known:
                 msg = f"`{name}` must be one of {known}, got {value!r}. The default is {known[0]!r}."
                 raise ValueError(msg)
+
+    @property
+    def joins(self) -> str | None:
+        tied = self.inducing is not None and self.sites == "tied" and self.tie == "projection"
+        return "projected" if tied and self.init_from is None else None
 
     def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         if self.inducing is None:
@@ -199,6 +192,9 @@ class AutoTSVGP(AbstractAutoSparseGP):
             needs the whole X at each step.
         base: guide for the other latents: an autoguide class, or a guide.
         learn_inducing: whether to train the inducing inputs.
+        joint: which GP sites and other latents have one joint Gaussian: "auto" for all that meet in a term of the
+            model, False for none, or a tuple of names. Latents that a kernel or a prior mean depends on stay with
+            `base`, and so do those of a guide of your own or of `AutoDelta`.
         tie: what tied sites sum: "projection" Kuu⁻¹k_ui, or "covariance" k_ui as the paper prints it.
         init_from: where to start in place of the prior: what `SparseGPRegression.condition` gives with the same
             inducing variables, or a dict of them by site.
@@ -221,13 +217,14 @@ class AutoTSVGP(AbstractAutoSparseGP):
         learn_inducing: bool = False,
         tie: Literal["projection", "covariance"] = "projection",
         init_from: RegressionPosterior | Mapping[str, RegressionPosterior] | None = None,
+        joint: Joint = "auto",
         prefix: str = "auto",
     ) -> None:
         self.inducing = inducing
         self._options = {"sites": sites, "learn_inducing": learn_inducing, "tie": tie}
         self.init_from = init_from
         Dual(None, **self._options)  # a mistake in the options raises here, not at the first run
-        super().__init__(model, base=base, prefix=prefix)
+        super().__init__(model, base=base, prefix=prefix, joint=joint)
 
     def family(self, site: str) -> AbstractPosteriorFamily:
         start = started_at(self.init_from, site)

@@ -4,6 +4,7 @@ Differentiated piece by piece, through L and A, the sites in the whitened basis 
 four more products of matrices of size M, because most of what flows back through L cancels.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
@@ -12,9 +13,11 @@ from jax import Array
 import jax.numpy as jnp
 
 from numpyro_sgp._internal.eager import as_one_program
+from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, InducingPoints
 from numpyro_sgp.math.linalg import (
     Root,
     congruence_of_upper,
+    diagonal,
     matmul,
     matvec,
     matvec_transposed,
@@ -33,7 +36,7 @@ from numpyro_sgp.posteriors.dual.formulas import (
 )
 from numpyro_sgp.posteriors.moments import Moments, given_tangents, tangents_like
 
-__all__ = ["Tie", "Tied", "tied", "tied_mean_and_root"]
+__all__ = ["Tie", "Tied", "shared_covariance", "tied", "tied_mean_and_root"]
 
 Tie = Literal["projection", "covariance"]
 
@@ -201,3 +204,16 @@ def _tied_jvp(tie: Tie, primals: tuple, tangents: tuple) -> tuple[Tied, Tied]:
 
 
 tied.defjvp(_tied_jvp, symbolic_zeros=True)
+
+
+def shared_covariance(
+    inducing: AbstractInducing, reference: AbstractInducing, kernel: Callable, jitter: float
+) -> Array:
+    """Cov(u, u') for inducing variables that moved from u' to u, the jitter's noise moving along, (..., M, M)."""
+    reference = jax.lax.stop_gradient(reference)
+    K = inducing.Kuv(kernel, reference)
+    # The compiler would evaluate the whole matrix for its diagonal, which for values of the process is known.
+    points = isinstance(reference, InducingPoints | BoundedInducingPoints)
+    variances = kernel(reference.Z) if points else diagonal(reference.Kuu(kernel))
+    scale = jnp.mean(variances, axis=-1)[..., None, None]
+    return K + jitter * scale * jnp.eye(K.shape[-1], dtype=K.dtype)

@@ -12,7 +12,8 @@ from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_regression import RegressionPosterior, started_mean_and_root, started_sites
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
-from numpyro_sgp.inducing import AbstractInducing
+from numpyro_sgp.guides.joint import Joint
+from numpyro_sgp.inducing import AbstractInducing, GrowingInducing
 from numpyro_sgp.math.linalg import solve_lower
 from numpyro_sgp.posteriors.dual.formulas import natural_mean_and_root, natural_whitened
 from numpyro_sgp.posteriors.family import (
@@ -124,6 +125,11 @@ class NaturalWhitened(AbstractPosteriorFamily):
     learn_inducing: bool = False
     init_from: RegressionPosterior | None = None
 
+    @property
+    def joins(self) -> str | None:
+        grows = isinstance(self.inducing, GrowingInducing)
+        return "whitened" if self.init_from is None and not grows else None
+
     def gaussian(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> InducingGaussian:
         inducing, value = self._parameters(param, prior, batch_shape)
         sites = value_of(value)
@@ -159,6 +165,9 @@ class AutoSVGP(AbstractAutoSparseGP):
         natural: hold q by natural parameters, for the optimizer `NaturalGradient`.
         base: guide for the other latents: an autoguide class, or a guide.
         learn_inducing: whether to train the inducing inputs.
+        joint: which GP sites and other latents have one joint Gaussian: "auto" for all that meet in a term of the
+            model, False for none, or a tuple of names. Latents that a kernel or a prior mean depends on stay with
+            `base`, and so do those of a guide of your own or of `AutoDelta`. Without `natural` there is none.
         init_from: where to start in place of the prior: what `SparseGPRegression.condition` gives with the same
             inducing variables, or a dict of them by site.
         prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
@@ -181,6 +190,7 @@ class AutoSVGP(AbstractAutoSparseGP):
         base: Any = AutoNormal,
         learn_inducing: bool = False,
         init_from: RegressionPosterior | Mapping[str, RegressionPosterior] | None = None,
+        joint: Joint = "auto",
         prefix: str = "auto",
     ) -> None:
         if natural and not whiten:
@@ -194,7 +204,7 @@ class AutoSVGP(AbstractAutoSparseGP):
         self.learn_inducing = learn_inducing
         self.init_from = init_from
         self._family = NaturalWhitened if natural else Whitened if whiten else Unwhitened
-        super().__init__(model, base=base, prefix=prefix)
+        super().__init__(model, base=base, prefix=prefix, joint=joint if natural else False)
 
     def family(self, site: str) -> AbstractPosteriorFamily:
         start = started_at(self.init_from, site)

@@ -1,0 +1,269 @@
+"""Find the linear predictors of a traced program, and evaluate the program at other values of them.
+
+A program may be a nonlinear function of a few affine functions of its inputs: the log density of a Poisson regression
+depends on intercept, coefficients and f through one predictor, f + Xβ. The program is flattened to a list of
+operations. An affine variable that a nonlinear operation reads is a *root*; the output depends on the inputs through
+its roots alone. No numbers are needed, so the answer is the same within `jax.jit`.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+from jax.extend.core import Literal
+import numpy as np
+
+from numpyro_sgp._internal.programs import inner_program
+
+__all__ = ["Program", "traced"]
+
+# Linear in one operand, entry by entry: what depends on the result depends on that operand.
+_KEEPS = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "reshape", "squeeze"}
+# Linear in all operands together.
+_LINEAR_TOGETHER = {"add", "add_any", "concatenate", "stack", "sub"}
+# Linear in the first operand where the others do not depend on inputs.
+_LINEAR_IN_FIRST = {
+    "cumsum", "dynamic_slice", "gather", "optimization_barrier", "reduce_sum", "rev", "slice", "split", "transpose",
+}  # fmt: skip
+_INLINED = {"closed_call", "core_call", "jit", "pjit"}
+
+
+class _Operation(NamedTuple):
+    equation: Any
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+class _Affine(NamedTuple):
+    """An affine variable; all that depends on it depends on its root."""
+
+    root: int
+
+
+class _Nonlinear(NamedTuple):
+    roots: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A traced function as a list of operations on numbered variables.
+
+    Attributes:
+        operations: in the order in which they are evaluated.
+        constants: values of the variables that are no results of operations.
+        inputs: numbers of the inputs, by name.
+        outputs: numbers of the outputs, by name.
+        depends: for each variable the names of the inputs that it depends on.
+        shapes: of the variables.
+        starts: the inputs that it was traced with.
+    """
+
+    operations: list[_Operation]
+    constants: dict[int, Any]
+    inputs: dict[str, int]
+    outputs: dict[str, int]
+    depends: dict[int, frozenset[str]]
+    shapes: dict[int, tuple[int, ...]]
+    starts: dict[str, Any]
+
+    def roots(self, output: str, variable: Collection[str]) -> tuple[int, ...]:
+        """The affine variables through which an output depends on some of the inputs, while the others are fixed.
+
+        Args:
+            output: its name.
+            variable: names of the inputs that vary.
+        """
+        fact = self._fact(output, variable)
+        if fact is None:
+            return ()
+        return (fact.root,) if isinstance(fact, _Affine) else tuple(sorted(fact.roots))
+
+    def is_affine(self, output: str, variable: Collection[str]) -> bool:
+        """Whether an output is an affine function of some of the inputs while the others are fixed."""
+        return not isinstance(self._fact(output, variable), _Nonlinear)
+
+    def _fact(self, output: str, variable: Collection[str]) -> "_Affine | _Nonlinear | None":
+        facts: dict[int, _Affine | _Nonlinear] = {self.inputs[name]: _Affine(self.inputs[name]) for name in variable}
+        for operation in self.operations:
+            found = _of_operation(operation, [facts.get(number) for number in operation.operands])
+            if found is not None:
+                for number in operation.results:
+                    facts[number] = _Affine(number) if found == "new" else found
+        return facts.get(self.outputs[output])
+
+    def factor(self, name: str, outputs: Collection[str]) -> tuple[int | None, frozenset[int]]:
+        """The one scalar that an input is multiplied by before outputs depend on it in any other way.
+
+        Returns:
+            The number of the scalar, None where there is no such scalar, and those of the products.
+        """
+        needed = {self.outputs[output] for output in outputs}
+        for operation in reversed(self.operations):
+            if needed.intersection(operation.results):
+                needed.update(operation.operands)
+        copies, products, factors = {self.inputs[name]}, set(), set()
+        for operation in self.operations:
+            inside = [number in copies for number in operation.operands]
+            if not any(inside) or not needed.intersection(operation.results):
+                continue
+            kind = operation.equation.primitive.name
+            if (kind in _KEEPS or kind in _LINEAR_IN_FIRST) and inside[0] and sum(inside) == 1:
+                copies.update(operation.results)
+            elif kind == "mul" and sum(inside) == 1:
+                products.update(operation.results)
+                factors.add(self.origin(operation.operands[inside.index(False)]))
+            else:
+                return None, frozenset()
+        one = len(factors) == 1 and not copies & {self.outputs[output] for output in outputs}
+        scalar = one and all(np.prod(self.shapes[factor]) == 1 for factor in factors)
+        return (factors.pop() if scalar else None), frozenset(products)
+
+    def origin(self, number: int) -> int:
+        """The variable that another one is a copy of in another shape."""
+        made_by = {result: operation for operation in self.operations for result in operation.results}
+        while number in made_by and made_by[number].equation.primitive.name in _KEEPS - {"neg"}:
+            (number,) = made_by[number].operands
+        return number
+
+    def depends_given(self, given: Mapping[int, frozenset[str]]) -> dict[str, frozenset[str]]:
+        """What each output depends on if some variables were inputs, with these names."""
+        depends = {**self.depends, **given}
+        for operation in self.operations:
+            found = frozenset().union(*(depends[number] for number in operation.operands))
+            depends.update({number: found for number in operation.results if number not in given})
+        return {output: depends[number] for output, number in self.outputs.items()}
+
+    def evaluate(
+        self, wanted: Sequence[int], inputs: Mapping[str, Any], given: Mapping[int, Any] | None = None
+    ) -> list[Any]:
+        """Values of variables.
+
+        Args:
+            wanted: numbers of the variables.
+            inputs: values of all inputs that these depend on.
+            given: values of variables in the place of what the program computes for them.
+        """
+        given = {} if given is None else given
+        known = {**self.constants, **{self.inputs[name]: value for name, value in inputs.items()}, **given}
+        needed = set(wanted) - set(given)
+        steps = []
+        for operation in reversed(self.operations):
+            if needed.intersection(operation.results):
+                steps.append(operation)
+                needed.difference_update(operation.results)
+                needed.update(number for number in operation.operands if number not in given)
+        for equation, operands, results in reversed(steps):
+            found = _bind(equation, [known[number] for number in operands])
+            for number, value in zip(results, found if equation.primitive.multiple_results else [found], strict=True):
+                if number not in given:
+                    known[number] = value
+        return [known[number] for number in wanted]
+
+
+def traced(fn: Callable[[dict[str, Array]], dict[str, Array]], inputs: Mapping[str, Array]) -> Program:
+    """The program of a function of named arrays that returns named arrays."""
+    closed, like = jax.make_jaxpr(fn, return_shape=True)(dict(inputs))
+    builder = _Builder()
+    names = sorted(inputs)  # the order of a dict's leaves
+    numbers = {name: builder.new(frozenset({name}), inputs[name].shape) for name in names}
+    constants = [builder.constant(value) for value in closed.consts]
+    found = builder.flatten(closed.jaxpr, constants, [numbers[name] for name in names])
+    outputs = dict(zip(sorted(like), found, strict=True))
+    return Program(
+        builder.operations, builder.constants, numbers, outputs, builder.depends, builder.shapes, dict(inputs)
+    )
+
+
+def _bind(equation: Any, operands: list[Any]) -> Any:
+    params = equation.primitive.get_bind_params(equation.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)  # a pair before JAX 0.10
+    return equation.primitive.bind(*functions, *operands, **params)
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.operations: list[_Operation] = []
+        self.constants: dict[int, Any] = {}
+        self.depends: dict[int, frozenset[str]] = {}
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        self.known: dict[Any, tuple[int, ...]] = {}  # results of operations by what they do
+
+    def new(self, depends: frozenset[str], shape: tuple[int, ...]) -> int:
+        number = len(self.depends)
+        self.depends[number], self.shapes[number] = depends, shape
+        return number
+
+    def constant(self, value: Any) -> int:
+        number = self.new(frozenset(), np.shape(value))
+        self.constants[number] = value
+        return number
+
+    def flatten(self, jaxpr: Any, constants: list[int], arguments: list[int]) -> list[int]:
+        numbers = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
+
+        def number_of(variable: Any) -> int:
+            if not isinstance(variable, Literal):
+                return numbers[variable]
+            key = ("literal", repr(variable.val), str(variable.aval))
+            if key not in self.known:
+                self.known[key] = (self.constant(variable.val),)
+            return self.known[key][0]
+
+        for equation in jaxpr.eqns:
+            operands = [number_of(variable) for variable in equation.invars]
+            inner = inner_program(equation) if equation.primitive.name in _INLINED else None
+            if inner is None:
+                results = self._operation(equation, tuple(operands))
+            else:
+                closed = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+                consts = [self.constant(value) for value in getattr(closed, "consts", ())]
+                results = self.flatten(inner, consts, operands)
+            numbers.update(zip(equation.outvars, results, strict=True))
+        return [number_of(variable) for variable in jaxpr.outvars]
+
+    def _operation(self, equation: Any, operands: tuple[int, ...]) -> tuple[int, ...]:
+        """The same operation on the same operands is one operation: what a model computes twice is one predictor."""
+        key = None
+        if not any(hasattr(value, "eqns") or hasattr(value, "jaxpr") for value in equation.params.values()):
+            params = str(sorted((name, str(value)) for name, value in equation.params.items()))
+            shapes = tuple(str(variable.aval) for variable in equation.outvars)
+            key = (equation.primitive.name, operands, params, shapes)
+            if not equation.effects and key in self.known:
+                return self.known[key]
+        depends = frozenset().union(*(self.depends[number] for number in operands))
+        results = tuple(self.new(depends, variable.aval.shape) for variable in equation.outvars)
+        self.operations.append(_Operation(equation, operands, results))
+        if key is not None:
+            self.known[key] = results
+        return results
+
+
+def _of_operation(operation: _Operation, facts: list[_Affine | _Nonlinear | None]) -> Any:
+    """The fact about the results: None where they depend on nothing that varies, "new" for a new root."""
+    dependent = [fact for fact in facts if fact is not None]
+    if not dependent:
+        return None
+    name = operation.equation.primitive.name
+    roots = frozenset().union(*(fact.roots if isinstance(fact, _Nonlinear) else {fact.root} for fact in dependent))
+    if any(isinstance(fact, _Nonlinear) for fact in dependent):
+        return _Nonlinear(roots)
+    alone = len(dependent) == 1
+    if name in _KEEPS and alone:
+        return dependent[0]
+    if name in ("add", "sub", "add_any", "mul") and alone:
+        return dependent[0]
+    if name == "div" and alone and facts[0] is not None:
+        return dependent[0]
+    if name in ("add", "sub", "add_any") and len(roots) == 1:
+        return dependent[0]
+    linear = (
+        name in _LINEAR_TOGETHER
+        or (name in _LINEAR_IN_FIRST and alone and facts[0] is not None)
+        or (name == "dot_general" and alone)
+        or (name == "select_n" and facts[0] is None)
+        or (name == "pad" and facts[1] is None)
+        or (name == "pad" and alone)
+    )
+    return "new" if linear else _Nonlinear(roots)

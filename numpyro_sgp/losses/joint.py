@@ -1,0 +1,431 @@
+"""Expectations of the model's terms under a joint Gaussian over GP sites and other latents.
+
+A term depends on f and on most latents through a few linear predictors, which are Gaussian: they are integrated by
+quadrature, row by row. Latents that enter in another way (a scale, a degree of freedom, cut points) are integrated by
+nodes of their own, and the predictors given each of these.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+import numpy as np
+
+from numpyro_sgp._internal.axis_dependence import MIXED, axes_of
+from numpyro_sgp._internal.predictors import Program, traced
+from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
+from numpyro_sgp.distributions.traces import Trace, scaled_log_prob
+from numpyro_sgp.guides.handlers import is_missing_outcome
+from numpyro_sgp.guides.joint import JointRun, expected_reference, log_densities
+from numpyro_sgp.math.linalg import cholesky, solve_lower
+from numpyro_sgp.math.quadrature import product_grid, spherical_radial
+from numpyro_sgp.posteriors.joint.formulas import Columns, Predictor
+from numpyro_sgp.posteriors.moments import standard_deviation
+
+__all__ = ["JointExpectation"]
+
+# Nodes for one latent that is not in a linear predictor, for each of two, and the most latents that have nodes.
+_NODES_OF_ONE, _NODES_OF_TWO, _MOST_WITH_NODES = 8, 5, 32
+
+
+class _Root(NamedTuple):
+    """A linear predictor of a term.
+
+    Attributes:
+        number: of the variable in the program.
+        shape: of the variable.
+        rows: its axes along which entries of the term look at one entry each.
+        others: its other axes: each entry of the term looks at all entries along them.
+    """
+
+    number: int
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]
+    others: tuple[int, ...]
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return tuple(self.shape[axis] for axis in self.rows)
+
+    @property
+    def count(self) -> int:
+        """How many numbers of it an entry of the term looks at."""
+        return math.prod(self.shape[axis] for axis in self.others)
+
+    def arranged(self, x: Array, ndim: int) -> Array:
+        """(..., rows, count) of (..., shape), with as many row axes as asked for."""
+        lead = x.ndim - len(self.shape)
+        order = (*range(lead), *(lead + axis for axis in (*self.rows, *self.others)))
+        pad = (1,) * (ndim - len(self.rows))
+        return jnp.transpose(x, order).reshape(*x.shape[:lead], *pad, *self.row_shape, self.count)
+
+    def restored(self, x: Array) -> Array:
+        """The inverse of `arranged`, (shape) of (rows, count)."""
+        x = x.reshape(*self.row_shape, *(self.shape[axis] for axis in self.others))
+        return jnp.transpose(x, np.argsort((*self.rows, *self.others)).tolist())
+
+
+class _Term(NamedTuple):
+    """How a term of the model is integrated.
+
+    Attributes:
+        name: of the output.
+        roots: its linear predictors, those with the fewest row axes first.
+        sites: GP sites that these depend on.
+        linear: the latents in them.
+        nodes: the latents that have nodes of their own.
+    """
+
+    name: str
+    roots: tuple[_Root, ...]
+    sites: tuple[str, ...]
+    linear: tuple[str, ...]
+    nodes: tuple[str, ...]
+
+
+class _Latents(NamedTuple):
+    """The moments of some numbers of w.
+
+    Attributes:
+        places: where they are in w.
+        columns: their moments.
+    """
+
+    places: np.ndarray
+    columns: Columns
+
+    def at(self, index: np.ndarray) -> Columns:
+        """Those at some places in w."""
+        return Columns(*(each[..., np.searchsorted(self.places, index)] for each in self.columns))
+
+
+class JointExpectation:
+    """Σ of the expectations of all terms that depend on the members of one joint Gaussian, and its divergence.
+
+    Args:
+        run: the joint Gaussian in a run of the guide.
+        model_at: the run of the model at values of its members.
+        model_trace: a run of the model.
+        means: E[f] of the prior at the model's inputs, by GP site.
+        latent_term: log p − log q of a latent that is no member, of a run of the model.
+        num_nodes: Gauss-Hermite nodes of one linear predictor.
+        num_samples: draws where quadrature does not apply.
+        rng_key: a key.
+    """
+
+    def __init__(
+        self,
+        run: JointRun,
+        model_at: Callable[[Mapping[str, Array]], Trace],
+        means: Mapping[str, Array],
+        latent_term: Callable[[Trace, str], Array],
+        num_nodes: int,
+        num_samples: int,
+        rng_key: Array,
+    ) -> None:
+        self.run, self.num_nodes, self.num_samples, self.rng_key = run, num_nodes, num_samples, rng_key
+        self.means = means
+        group, latents = run.group, run.group.latents
+        own = [name for name in latents if name not in group.gaussian]
+
+        def terms(values: dict[str, Array]) -> dict[str, Array]:
+            w = {name: values[name] for name in latents}
+            constrained = {name: run.transforms[name](value) for name, value in w.items()}
+            trace = model_at({**{name: values[name] for name in group.sites}, **constrained})
+            result = log_densities(trace, {name: run.transforms[name] for name in own}, w)
+            sites = {name: site for name, site in trace.items() if site["type"] == "sample"}
+            outcomes = {name for name, site in sites.items() if site["is_observed"]}
+            for name, site in sites.items():
+                if name not in (*group.sites, *latents) and not is_missing_outcome(name, outcomes):
+                    result[name] = scaled_log_prob(site) if site["is_observed"] else latent_term(trace, name)
+            return {name: jnp.asarray(value) for name, value in result.items()}
+
+        start = {**means, **run.unflattened(run.gaussian.offset)}
+        self.program: Program = traced(terms, start)
+        members = {*group.sites, *latents}
+        self.names = [name for name, number in self.program.outputs.items() if self.program.depends[number] & members]
+        self.own = own
+
+    def value(self, scale: ArrayLike | None) -> Array:
+        """Σ E[log p(term)] + E[log p(w) − log r(w)] − KL(q(z) ‖ p(u) r(w)), r being the prior's stand-in.
+
+        Args:
+            scale: the factor that the divergence has in the loss; None for 1.
+        """
+        run = self.run
+        gaussian = run.gaussian
+        terms = [self._term(name) for name in self.names]
+        # All columns that do not move with nodes share one factorisation.
+        needed = run.places({*self.own, *(name for term in terms for name in term.nodes)})
+        k, variance = gaussian.of_latents()
+        asked: list[tuple[Array, Array]] = [(k[:, needed], variance[needed])]
+        fixed: dict[tuple[str, int], tuple[Predictor, int]] = {}
+        for term in terms:
+            for root in term.roots:
+                if not self.program.depends[root.number] & set(term.nodes):
+                    predictor = self._predictor(term, root, gaussian.offset)
+                    fixed[term.name, root.number] = predictor, len(asked)
+                    variance = predictor.prior_covariance(predictor)
+                    asked.append((predictor.k.reshape(predictor.k.shape[0], -1), variance.ravel()))
+        ends = np.cumsum([0, *(variance.shape[0] for _, variance in asked)])
+        # (Rows may lie on several devices: one array of them stays as it is.)
+        filled = [each for each in asked if each[1].size] if len(asked) > 1 else asked
+        k, variance = (
+            filled[0] if len(filled) == 1 else (jnp.concatenate(parts, axis=-1) for parts in zip(*filled, strict=True))
+        )
+        columns, kl = gaussian.posterior(k, variance)
+        latents = _Latents(needed, columns.take(0, int(ends[1]), (int(ends[1]),)))
+        result = -kl
+        if self.own:
+            index = run.places(self.own)
+            own = latents.at(index)
+            # (Without the floor that the variances of predictors have: what it takes back is in the terms, too.)
+            variance = gaussian.covariance(own, own, jnp.diagonal(gaussian.root @ gaussian.root.T)[index])
+            result = result - expected_reference(gaussian.offset[index] + own.mean, variance)
+        result = jnp.asarray(result if scale is None else scale * result)
+        for number, term in enumerate(terms):
+            known = {
+                root.number: (predictor, columns.take(int(ends[place]), int(ends[place + 1]), root.shape))
+                for root in term.roots
+                if (term.name, root.number) in fixed
+                for predictor, place in [fixed[term.name, root.number]]
+            }
+            result = result + self._integrate(term, known, latents, jax.random.fold_in(self.rng_key, number))
+        return result
+
+    # How a term is integrated, found from its program.
+
+    def _term(self, name: str) -> _Term:
+        found = self.program.depends[self.program.outputs[name]]
+        sites = tuple(site for site in self.run.group.sites if site in found)
+        latents = [latent for latent in self.run.group.latents if latent in found]
+        size = {latent: np.size(self.program.starts[latent]) for latent in latents}
+        linear, roots = [], self._roots(name, sites) or ()
+        for latent in sorted(latents, key=lambda latent: -size[latent]):
+            more = self._roots(name, (*sites, *linear, latent))
+            if more is not None and self._count(more) <= max(2, self._count(roots)):
+                linear.append(latent)
+                roots = more
+        nodes = tuple(latent for latent in latents if latent not in linear)
+        return _Term(name, roots, sites, tuple(linear), nodes)
+
+    @staticmethod
+    def _count(roots: tuple[_Root, ...]) -> int:
+        return sum(root.count for root in roots)
+
+    def _roots(self, name: str, variable: Collection[str]) -> tuple[_Root, ...] | None:
+        """The linear predictors of a term while some inputs vary, or None where latents alone make one that is shared.
+
+        Raises:
+            ValueError: predictors whose rows do not correspond.
+        """
+        program = self.program
+        numbers = program.roots(name, variable)
+        values = dict(zip(numbers, program.evaluate(numbers, program.starts), strict=True))
+        roots, places = [], {}
+        for number in numbers:
+            value = jnp.asarray(values[number])
+
+            def term(x: Array, number: int = number) -> Array:
+                given = {**values, number: x}
+                return program.evaluate([program.outputs[name]], program.starts, given)[0]
+
+            rows = [(axis, self._place(term, value, axis)) for axis in range(value.ndim)]
+            row_axes = tuple(axis for axis, place in rows if place is not None)
+            others = tuple(axis for axis, place in rows if place is None)
+            root = _Root(number, value.shape, row_axes, others)
+            if not program.depends[number] & set(self.run.group.sites) and (root.count > 1 or not row_axes):
+                return None
+            for position, place in enumerate(reversed([place for _, place in rows if place is not None])):
+                if places.setdefault(position, place) != place:
+                    if set(variable) <= set(self.run.group.sites):
+                        msg = (
+                            f"The term {name!r} looks at the linear predictors of GP sites along different axes. "
+                            "Write it with one order of axes, or use `joint=False`."
+                        )
+                        raise ValueError(msg)
+                    return None
+            roots.append(root)
+        return tuple(sorted(roots, key=lambda root: len(root.rows)))
+
+    @staticmethod
+    def _place(term: Callable[[Array], Array], value: Array, axis: int) -> int | None:
+        """The axis of a term that corresponds to an axis of a predictor, 0 for a sum over it; None for neither."""
+        if value.shape[axis] == 1:
+            return None
+        place = axes_of(term, value, axis - value.ndim)
+        if place not in (None, MIXED):
+            return place
+        moved = row_dependence(lambda x: term(jnp.moveaxis(x, -1, axis)), jnp.moveaxis(value, axis, -1))
+        return 0 if moved in (Dependence.NONE, Dependence.SUM) else None
+
+    # Integration.
+
+    def _predictor(self, term: _Term, root: _Root, w: Array) -> Predictor:
+        """A linear predictor with the latents that have nodes at their values in w."""
+        run = self.run
+        shapes = {site: (run.gaussian.spans[site][1], -1) for site in term.sites}
+
+        def of(f: dict[str, Array], w: Array) -> Array:
+            inputs = {site: f[site].reshape(self.means[site].shape) for site in term.sites} | run.unflattened(w)
+            return self.program.evaluate([root.number], inputs)[0]
+
+        f = {site: self.means[site].reshape(shapes[site]) for site in term.sites}
+        moving = np.zeros(run.num_latents)
+        moving[run.places(term.linear)] = 1.0
+        rows = {site: run.rows[site] for site in term.sites}
+        return run.gaussian.of_predictor(of, (f, w), rows, jnp.asarray(moving, w.dtype))
+
+    def _integrate(
+        self, term: _Term, known: Mapping[int, tuple[Predictor, Columns]], latents: _Latents, rng_key: Array
+    ) -> Array:
+        run, gaussian = self.run, self.run.gaussian
+        index = run.places(term.nodes)
+        key_nodes, key_rows = jax.random.split(rng_key)
+        if not len(index):
+            return self._given_nodes(term, known, None, gaussian.offset, key_rows)
+        own = latents.at(index)
+        prior = (gaussian.root @ gaussian.root.T)[np.ix_(index, index)]
+        first, second = (Columns(*(jnp.expand_dims(each, each.ndim - 1 + axis) for each in own)) for axis in (1, 0))
+        covariance = gaussian.covariance(first, second, prior)
+        own_index = jnp.arange(len(index))
+        L = cholesky(covariance.at[own_index, own_index].set(own.variance))
+        nodes, weights = self._nodes(len(index), key_nodes, L.dtype)
+
+        def at(node: Array) -> Array:
+            w = gaussian.offset.at[index].add(own.mean + L @ node)
+            return self._given_nodes(term, known, (own, L, node), w, key_rows)
+
+        return jnp.sum(weights * jax.vmap(at)(nodes))
+
+    def _nodes(self, dimension: int, rng_key: Array, dtype: Any) -> tuple[Array, Array]:
+        if dimension <= 2:
+            grid = product_grid(_NODES_OF_ONE if dimension == 1 else _NODES_OF_TWO, dimension)
+            return jnp.asarray(grid[0], dtype), jnp.asarray(grid[1], dtype)
+        if dimension <= _MOST_WITH_NODES:
+            return spherical_radial(rng_key, dimension, dtype)
+        half = jax.random.normal(rng_key, (self.num_samples // 2, dimension), dtype)
+        return jnp.concatenate([half, -half]), jnp.full(self.num_samples, 1.0 / self.num_samples, dtype)
+
+    def _given_nodes(
+        self,
+        term: _Term,
+        known: Mapping[int, tuple[Predictor, Columns]],
+        node: tuple[Columns, Array, Array] | None,
+        w: Array,
+        rng_key: Array,
+    ) -> Array:
+        """The expectation over the linear predictors, given the latents that have nodes."""
+        gaussian, program = self.run.gaussian, self.program
+        inputs = {site: self.means[site] for site in term.sites} | self.run.unflattened(w)
+        found = {}
+        for root in term.roots:
+            if root.number in known:
+                found[root.number] = known[root.number]
+                continue
+            predictor = self._predictor(term, root, w)
+            variance = predictor.prior_covariance(predictor)
+            columns, _ = gaussian.posterior(predictor.k.reshape(predictor.k.shape[0], -1), variance.ravel())
+            found[root.number] = predictor, columns.take(0, variance.size, root.shape)
+        if not term.roots:
+            return jnp.sum(program.evaluate([program.outputs[term.name]], inputs)[0])
+        ndim = max(len(root.rows) for root in term.roots)
+        gains, means = {}, {}
+        for root in term.roots:
+            predictor, columns = found[root.number]
+            means[root.number] = predictor.value + columns.mean
+            if node is not None:
+                own, L, xi = node
+                between = Columns(*(each.reshape(*each.shape, *(1,) * len(root.shape)) for each in own))
+                across = Columns(*(jnp.expand_dims(each, each.ndim - len(root.shape)) for each in columns))
+                # The prior covariance is that of what the predictor shares with these latents: Aᵀ A of both.
+                C = gaussian.covariance(between, across, jnp.sum(between.A * across.A, axis=0))
+                gain = solve_lower(L, C.reshape(C.shape[0], -1)).reshape(C.shape)
+                gains[root.number] = gain
+                means[root.number] = means[root.number] + jnp.tensordot(xi, gain, axes=1)
+        blocks = self._covariances(term, found, gains, ndim)
+        z, weights = self._rows(term, ndim, blocks, rng_key)
+
+        def at(z: Array) -> Array:
+            given, start = {}, 0
+            for root in term.roots:
+                part = z[..., start : start + root.count]
+                shape = (1,) * (ndim - len(root.rows)) + root.row_shape
+                part = part[tuple(slice(None) if size > 1 else slice(0, 1) for size in shape)]
+                given[root.number] = means[root.number] + root.restored(part)
+                start += root.count
+            return jnp.sum(program.evaluate([program.outputs[term.name]], inputs, given)[0])
+
+        return jnp.sum(weights * jax.vmap(at)(z))
+
+    def _covariances(
+        self,
+        term: _Term,
+        found: Mapping[int, tuple[Predictor, Columns]],
+        gains: Mapping[int, Array],
+        ndim: int,
+    ) -> Array:
+        """Cov of the numbers that an entry of the term looks at, (rows, F, F)."""
+        gaussian = self.run.gaussian
+        if len(term.roots) == 1 and term.roots[0].count == 1:
+            (root,) = term.roots
+            variance = found[root.number][1].variance
+            if root.number in gains:
+                variance = variance - jnp.sum(gains[root.number] ** 2, axis=0)
+            return root.arranged(variance, ndim)[..., None]
+
+        def spread(x: Array, root: _Root, place: int) -> Array:
+            return jnp.expand_dims(root.arranged(x, ndim), -1 - place)
+
+        rows = []
+        for one in term.roots:
+            row = []
+            for other in term.roots:
+                (p, c), (p2, c2) = found[one.number], found[other.number]
+                first = Columns(*(spread(each, one, 0) for each in c))
+                second = Columns(*(spread(each, other, 1) for each in c2))
+                prior = jnp.asarray(
+                    sum(
+                        jnp.sum(spread(a, one, 0) * spread(b, other, 1), axis=0)
+                        for (a, _), (_, b) in zip(p.parts, p2.parts, strict=True)
+                    )
+                )
+                block = gaussian.covariance(first, second, prior)
+                if one is other:
+                    # Variances have a floor on the precision of a datum; covariances have none.
+                    own = jnp.arange(one.count)
+                    block = block.at[..., own, own].set(one.arranged(c.variance, ndim))
+                if gains:
+                    both = spread(gains[one.number], one, 0) * spread(gains[other.number], other, 1)
+                    block = block - jnp.sum(both, axis=0)
+                row.append(block)
+            rows.append(row)
+        shape = np.broadcast_shapes(*(block.shape[:-2] for row in rows for block in row))
+        rows = [[jnp.broadcast_to(block, (*shape, *block.shape[-2:])) for block in row] for row in rows]
+        return jnp.concatenate([jnp.concatenate(row, axis=-1) for row in rows], axis=-2)
+
+    def _rows(self, term: _Term, ndim: int, covariance: Array, rng_key: Array) -> tuple[Array, Array]:
+        """Displacements of the predictors from their means, (K, rows, F), and weights, (K,)."""
+        F, dtype = covariance.shape[-1], covariance.dtype
+        if F <= 2:
+            nodes, weights = (jnp.asarray(each, dtype) for each in product_grid(self.num_nodes, F))
+            first = standard_deviation(covariance[..., 0, 0])
+            if F == 1:
+                return first[..., None] * nodes.reshape(-1, *(1,) * ndim, 1), weights
+            x, y = (nodes[:, axis].reshape(-1, *(1,) * ndim) for axis in range(2))
+            slope = covariance[..., 1, 0] / jnp.where(first > 0.0, first, 1.0)
+            rest = covariance[..., 1, 1] - slope * slope
+            second = standard_deviation(jnp.maximum(rest, 0.0))
+            return jnp.stack(jnp.broadcast_arrays(first * x, slope * x + second * y), axis=-1), weights
+        scale = jnp.mean(jnp.diagonal(covariance, axis1=-2, axis2=-1), axis=-1)[..., None, None]
+        L = cholesky(covariance + 1e3 * jnp.finfo(dtype).eps * scale * jnp.eye(F, dtype=dtype))
+        full = all(len(root.rows) == ndim for root in term.roots)
+        shape = (self.num_samples // 2, *(covariance.shape[:-2] if full else (1,) * ndim), F)
+        half = jax.random.normal(rng_key, shape, dtype)
+        noise = jnp.concatenate([half, -half])
+        z = jnp.sum(L * noise[..., None, :], axis=-1)
+        return z, jnp.full(self.num_samples, 1.0 / self.num_samples, dtype)

@@ -1,0 +1,596 @@
+"""Joint posteriors of GP sites and other latents, against dense linear algebra and Monte Carlo."""
+
+import dataclasses
+import pickle
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from numpyro import handlers
+import numpyro.distributions as dist
+from numpyro.infer import SVI, Predictive, TraceMeanField_ELBO
+from numpyro.infer.autoguide import AutoDelta, AutoNormal
+import optax
+import pytest
+
+import numpyro_sgp as sgp
+from numpyro_sgp.posteriors.natural_parameters import Perturbed
+
+pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.once]
+RNG = np.random.default_rng(0)
+N = 24
+X = np.sort(RNG.uniform(0.0, 6.0, N))[:, None]
+W = np.stack([X[:, 0] - 3.0, RNG.normal(size=N)], axis=1)
+GROUP = RNG.integers(0, 3, N)
+COUNTS = RNG.poisson(np.exp(0.3 + np.sin(X[:, 0]) + W @ [0.1, 0.3]))
+REALS = 0.5 + np.sin(X[:, 0]) + W @ [0.1, 0.4] + 0.3 * RNG.normal(size=N)
+Z = np.linspace(0.0, 6.0, 7)[:, None]
+KERNEL = sgp.kernels.Matern32(1.0, 1.2)
+SE = sgp.kernels.SquaredExponential
+FORMS = {
+    "tied": sgp.AutoTSVGP,
+    "natural": lambda model, inducing, **options: sgp.AutoSVGP(model, inducing, natural=True, **options),
+}
+
+
+def gp(kernel, x=X, **options):
+    return sgp.GaussianProcess(kernel, x, jitter=1e-10, **options)
+
+
+def coefficients():
+    a = numpyro.sample("a", dist.Normal(1.0, 3.0))
+    b = numpyro.sample("b", dist.Normal(0.0, 2.0).expand([2]).to_event(1))
+    return a, b
+
+
+def gaussian(y=REALS):
+    a, b = coefficients()
+    f = numpyro.sample("f", gp(KERNEL))
+    with numpyro.plate("data", N):
+        numpyro.sample("y", dist.Normal(a + f + W @ b, 0.3), obs=y)
+
+
+def poisson(y=COUNTS):
+    a, b = coefficients()
+    f = numpyro.sample("f", gp(KERNEL))
+    with numpyro.plate("data", N):
+        numpyro.sample("y", dist.Poisson(jnp.exp(a + f + W @ b)), obs=y)
+
+
+def everything(y=REALS):
+    """Two GPs, two predictors for each datum, effects with a mean of their own, two latents in no predictor."""
+    mean = numpyro.sample("mean", dist.Normal(0.0, 1.0))
+    with numpyro.plate("groups", 3):
+        effects = numpyro.sample("effects", dist.Normal(mean, 0.7))
+    c = numpyro.sample("c", dist.Normal(-1.0, 0.5))
+    f = numpyro.sample("f", gp(SE(1.0)))
+    g = numpyro.sample("g", gp(SE(2.0, 0.3)))
+    low = numpyro.sample("low", dist.Gamma(3.0, 1.0))
+    skew = numpyro.sample("skew", dist.HalfNormal(0.5))
+    with numpyro.plate("data", N):
+        numpyro.sample("y", dist.StudentT(2.0 + low, f + effects[GROUP] + skew, jnp.exp(g + c)), obs=y)
+
+
+def fitted(model, guide, steps, rho=1.0, loss=None, **options):
+    svi = SVI(model, guide, sgp.NaturalGradient(rho, optax.adam(1e-2), **options), loss or sgp.QuadratureELBO())
+    return svi, svi.run(jax.random.key(0), steps, progress_bar=False)
+
+
+def arbitrary(model, guide, seed=0):
+    """Parameters at which nothing is special."""
+    svi = SVI(model, guide, optax.adam(0.1), sgp.QuadratureELBO())
+    params = svi.get_params(svi.init(jax.random.key(0)))
+    rng = np.random.default_rng(seed)
+    for name, value in params.items():
+        if name.endswith("joint_sites"):
+            D = value.lambda1.size
+            A = rng.normal(size=(D, D))
+            params[name] = dataclasses.replace(
+                value, lambda1=value.lambda1 + rng.normal(size=D), Lambda2=value.Lambda2 + A @ A.T / D
+            )
+    return params
+
+
+def dense():
+    """The exact posterior of (f, a, b) and the evidence of `gaussian`."""
+    H = np.concatenate([np.ones((N, 1)), W], axis=1)
+    B, b0 = np.diag([9.0, 4.0, 4.0]), np.array([1.0, 0.0, 0.0])
+    K = np.asarray(KERNEL(X, X))
+    C = K + H @ B @ H.T + 0.09 * np.eye(N)
+    residual = REALS - H @ b0
+    evidence = -0.5 * (residual @ np.linalg.solve(C, residual) + np.linalg.slogdet(2.0 * np.pi * C)[1])
+    J = np.concatenate([K, B @ H.T])
+    prior = np.block([[K, np.zeros((N, 3))], [np.zeros((3, N)), B]])
+    mean = J @ np.linalg.solve(C, residual) + np.concatenate([np.zeros(N), b0])
+    return mean, prior - J @ np.linalg.solve(C, J.T), evidence
+
+
+# The mathematics.
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_full_step_reaches_the_exact_joint_posterior_and_its_bound_is_the_evidence(form):
+    guide = FORMS[form](gaussian, X)
+    _, result = fitted(gaussian, guide, 2)
+    mean, covariance, evidence = dense()
+    np.testing.assert_allclose(-result.losses[1], evidence, rtol=0.0, atol=1e-6)
+    q = guide.posterior(jax.random.key(1), result.params)["f"]
+    np.testing.assert_allclose(q.mean, mean[:N], atol=1e-6)
+    np.testing.assert_allclose(q.covariance(), covariance[:N, :N], atol=1e-6)
+    draws = guide.sample_posterior(jax.random.key(2), result.params, sample_shape=(20000,))
+    together = np.concatenate([draws["f"], draws["a"][:, None], draws["b"]], axis=1)
+    sd = np.sqrt(np.diag(covariance))
+    np.testing.assert_allclose((together.mean(0) - mean) / sd, 0.0, atol=0.04)
+    np.testing.assert_allclose((np.cov(together.T) - covariance) / np.outer(sd, sd), 0.0, atol=0.05)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_effects_beside_a_gp_have_the_bound_of_the_gp_with_the_summed_kernel(form):
+    _, result = fitted(poisson, FORMS[form](poisson, X), 30)
+    effects = sgp.kernels.Constant(9.0) + sgp.kernels.Linear(4.0)
+
+    def summed(y=COUNTS):
+        kernel = sgp.kernels.Select(KERNEL, [0]) + sgp.kernels.Select(effects, [1, 2])
+        eta = numpyro.sample("eta", gp(kernel, np.concatenate([X, W], axis=1), mean=1.0))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Poisson(jnp.exp(eta)), obs=y)
+
+    _, exact = fitted(summed, sgp.AutoTSVGP(summed, None), 30)
+    np.testing.assert_allclose(result.losses[-1], exact.losses[-1], rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_quadrature_is_what_draws_of_all_members_estimate(form):
+    guide = FORMS[form](everything, Z)
+    params = arbitrary(everything, guide)
+    loss = sgp.QuadratureELBO(30).loss(jax.random.key(0), params, everything, guide)
+    estimate = TraceMeanField_ELBO(num_particles=1000)
+    draws = jax.lax.map(
+        lambda key: estimate.loss(key, params, everything, guide), jax.random.split(jax.random.key(1), 40)
+    )
+    error = jnp.std(draws) / np.sqrt(40.0)
+    assert error < 0.5
+    assert abs(loss - jnp.mean(draws)) < 4.0 * error
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_direction_of_a_step_is_the_gradient_with_respect_to_expectation_parameters(form):
+    guide = FORMS[form](everything, Z)
+    params = arbitrary(everything, guide)
+    name = next(name for name in params if name.endswith("joint_sites"))
+    sites, loss = params[name], sgp.QuadratureELBO(8)
+
+    def at(value):
+        return loss.loss(jax.random.key(0), {**params, name: value}, everything, guide)
+
+    epsilon = sites.perturbation(for_step=False)
+    direction = jax.grad(lambda epsilon: at(Perturbed(sites, epsilon)))(epsilon)
+    np.testing.assert_allclose(direction.epsilon2, direction.epsilon2.T, atol=1e-10)
+    gradient = jax.grad(at)(sites)
+    K = jnp.eye(sites.lambda1.size)
+    if form == "tied":
+        sd = [0.7, 0.7, 0.7]
+        effects = np.ones((4, 4)) + np.diag([0.0, *np.square(sd)])
+        blocks = [np.asarray(k(Z, Z)) * (1.0 + 1e-10 * np.eye(len(Z))) for k in (SE(1.0), SE(2.0, 0.3))]
+        K = jax.scipy.linalg.block_diag(*blocks, effects, 0.25, 9.0, 9.0)
+
+    def expectations(lambda1, Lambda2):
+        S = jnp.linalg.inv(jnp.linalg.inv(K) + 0.5 * (Lambda2 + Lambda2.T))
+        return S @ lambda1, S + jnp.outer(S @ lambda1, S @ lambda1)
+
+    _, pull = jax.vjp(expectations, sites.lambda1, sites.Lambda2)
+    by_linear, by_precision = pull((direction.epsilon1, direction.epsilon2))
+    scale = np.abs(gradient.lambda1).max()
+    np.testing.assert_allclose(by_linear / scale, gradient.lambda1 / scale, atol=1e-5)
+    symmetric = 0.5 * (gradient.Lambda2 + gradient.Lambda2.T)
+    scale = np.abs(symmetric).max()
+    np.testing.assert_allclose(by_precision / scale, symmetric / scale, atol=1e-5)
+
+
+def test_a_factorised_posterior_is_too_narrow_and_its_bound_lower():
+    both = [fitted(poisson, sgp.AutoTSVGP(poisson, Z, joint=joint), 200, 0.5) for joint in ("auto", False)]
+    joint, factorised = (np.mean(result.losses[-50:]) for _, result in both)
+    assert joint < factorised - 1.0
+    sds = [
+        svi.guide.sample_posterior(jax.random.key(1), result.params, sample_shape=(2000,))["a"].std()
+        for svi, result in both
+    ]
+    assert sds[1] < 0.6 * sds[0]
+
+
+def test_centred_effects_follow_their_scale():
+    """q(b | τ) is that of the prior at τ and the sites, whatever τ the sites were found at."""
+    y = RNG.normal(size=N)
+
+    def model(tau=None):
+        tau = numpyro.sample("tau", dist.LogNormal(0.0, 1.0), obs=tau)
+        with numpyro.plate("groups", 3):
+            b = numpyro.sample("b", dist.Normal(0.0, tau))
+        f = numpyro.sample("f", gp(KERNEL))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Normal(f + b[GROUP], 0.5), obs=y)
+
+    guide = sgp.AutoTSVGP(model, X)
+    svi = SVI(model, guide, sgp.NaturalGradient(1.0), sgp.QuadratureELBO())
+    params = svi.run(jax.random.key(0), 3, 0.3, progress_bar=False).params
+    draws = guide.sample_posterior(jax.random.key(1), params, 2.0, sample_shape=(20000,))["b"]
+    H = np.eye(3)[GROUP]
+    C = np.asarray(KERNEL(X, X)) + 0.25 * np.eye(N)
+    P = H.T @ np.linalg.solve(C, H) + np.eye(3) / 4.0
+    np.testing.assert_allclose(draws.mean(0), np.linalg.solve(P, H.T @ np.linalg.solve(C, y)), atol=0.03)
+    np.testing.assert_allclose(np.cov(draws.T), np.linalg.inv(P), atol=0.03)
+
+
+def effects_written(centred):
+    def model(y=COUNTS):
+        tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+        with numpyro.plate("groups", 3):
+            b = numpyro.sample("b", dist.Normal(0.0, tau if centred else 1.0))
+        effect = numpyro.deterministic("effect", b if centred else tau * b)
+        f = numpyro.sample("f", gp(KERNEL))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Poisson(jnp.exp(f + effect[GROUP])), obs=y)
+
+    return model
+
+
+def test_effects_times_their_scale_have_the_posterior_of_centred_ones():
+    ends = []
+    for centred in (True, False):
+        model = effects_written(centred)
+        guide = sgp.AutoTSVGP(model, Z)
+        svi = SVI(model, guide, sgp.NaturalGradient(0.5, optax.adam(0.02)), sgp.QuadratureELBO())
+        result = svi.run(jax.random.key(0), 20, progress_bar=False)
+        (group,) = result.params["auto_latents"].groups
+        assert group.latents == ("b",)
+        assert group.scaled == (() if centred else (("b", "tau"),))
+        draws = guide.sample_posterior(jax.random.key(1), result.params, y=None, sample_shape=(5,))
+        estimate = TraceMeanField_ELBO(num_particles=4000).loss(jax.random.key(1), result.params, model, guide)
+        ends.append((result.losses, draws["effect"], draws["f"], estimate))
+    for centred, other in zip(*ends, strict=True):
+        np.testing.assert_allclose(centred, other, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["noise", "elsewhere", "by_group"])
+def test_a_scale_that_terms_know_otherwise_stays_a_member(kind):
+    def model():
+        tau = numpyro.sample("tau", dist.HalfNormal(1.0).expand([3 if kind == "by_group" else 1]).to_event(1))
+        b = numpyro.sample("b", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+        f = numpyro.sample("f", gp(KERNEL))
+        eta = f + (tau * b)[GROUP] + (b[GROUP] if kind == "elsewhere" else 0.0)
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Normal(eta, tau[0] if kind == "noise" else 0.3), obs=REALS)
+
+    trace = handlers.trace(handlers.seed(sgp.AutoTSVGP(model, Z), 0)).get_trace()
+    (group,) = trace["auto_latents"]["value"].groups
+    assert group.latents == ("tau", "b")
+    assert group.scaled == ()
+
+
+# Which latents are members.
+
+
+def with_kernel_latents():
+    scale = numpyro.sample("scale", dist.LogNormal(0.0, 0.1))
+    a = numpyro.sample("a", dist.Normal())
+    f = numpyro.sample("f", sgp.GaussianProcess(SE(scale), X))
+    with numpyro.plate("data", N):
+        numpyro.sample("y", dist.Poisson(jnp.exp(f + a)), obs=COUNTS)
+
+
+def two_that_do_not_meet():
+    f, g = (numpyro.sample(name, sgp.GaussianProcess(SE(1.0), X)) for name in "fg")
+    a = numpyro.sample("a", dist.Normal())
+    numpyro.sample("y", dist.Poisson(jnp.exp(f + a)).to_event(1), obs=COUNTS)
+    numpyro.sample("z", dist.Poisson(jnp.exp(g)).to_event(1), obs=COUNTS)
+
+
+def deep():
+    f = numpyro.sample("f", sgp.GaussianProcess(SE(1.0), X))
+    g = numpyro.sample("g", sgp.GaussianProcess(SE(1.0), f[:, None]))
+    a = numpyro.sample("a", dist.Normal())
+    numpyro.sample("y", dist.Poisson(jnp.exp(g + a)).to_event(1), obs=COUNTS)
+
+
+def of_rows():
+    f = numpyro.sample("f", sgp.GaussianProcess(SE(1.0), X))
+    a = numpyro.sample("a", dist.Normal())
+    with numpyro.plate("data", 100, subsample_size=N):
+        e = numpyro.sample("e", dist.Normal())
+        numpyro.sample("y", dist.Poisson(jnp.exp(f + a + e)), obs=COUNTS)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (poisson, [(("f",), ("a", "b"), ("a", "b"))]),
+        (everything, [(("f", "g"), ("mean", "effects", "c", "low", "skew"), ("mean", "effects", "c"))]),
+        (with_kernel_latents, [(("f",), ("a",), ("a",))]),
+        (two_that_do_not_meet, [(("f",), ("a",), ("a",))]),
+        (of_rows, [(("f",), ("a",), ("a",))]),
+    ],
+)
+def test_members_are_what_meets_in_a_term(model, expected):
+    inducing = {"f": Z, "g": Z} if model in (everything, two_that_do_not_meet) else Z
+    for base, groups in ((AutoNormal, expected), (AutoDelta, [])):
+        if base is AutoDelta and model is everything:
+            groups = [(("f", "g"), (), ())]
+        guide = sgp.AutoTSVGP(model, inducing, base=base)
+        trace = handlers.trace(handlers.seed(guide, 0)).get_trace()
+        found = trace["auto_latents"]["value"].groups
+        assert [(each.sites, each.latents, each.gaussian) for each in found] == groups
+
+
+def test_a_gp_inside_a_gp_is_not_joint_and_latents_stay_with_the_base_guide():
+    guide = sgp.AutoTSVGP(deep, {"f": Z, "g": np.linspace(-2.0, 2.0, 5)[:, None]})
+    trace = handlers.trace(handlers.seed(guide, 0)).get_trace()
+    assert trace["auto_latents"]["value"].groups == ()
+    assert np.isfinite(fitted(deep, guide, 3, 0.1)[1].losses).all()
+
+
+def test_a_latent_around_a_gp_is_not_joint():
+    def model():
+        f = numpyro.sample("f", sgp.GaussianProcess(SE(1.0), X))
+        around = numpyro.sample("around", dist.Normal(f, 0.1).to_event(1))
+        numpyro.sample("y", dist.Poisson(jnp.exp(f + around)).to_event(1), obs=COUNTS)
+
+    trace = handlers.trace(handlers.seed(sgp.AutoTSVGP(model, Z), 0)).get_trace()
+    assert trace["auto_latents"]["value"].groups == ()
+
+
+def test_gps_of_one_term_are_joint_together_or_not_at_all():
+    def model():
+        f, g = (numpyro.sample(name, sgp.GaussianProcess(SE(1.0), X)) for name in "fg")
+        numpyro.sample("y", dist.Poisson(jnp.exp(f + g)).to_event(1), obs=COUNTS)
+
+    guide = sgp.AutoSparseGP(model, {"f": sgp.Dual(Z), "g": sgp.Whitened(Z)})
+    assert handlers.trace(handlers.seed(guide, 0)).get_trace()["auto_latents"]["value"].groups == ()
+
+
+def test_the_structure_is_found_within_jit_too():
+    guide = sgp.AutoTSVGP(everything, Z)
+    svi = SVI(everything, guide, sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
+    groups = svi.get_params(jax.jit(svi.init)(jax.random.key(0)))["auto_latents"].groups
+    assert groups == svi.get_params(svi.init(jax.random.key(0)))["auto_latents"].groups
+
+
+def test_names_choose_members():
+    guide = sgp.AutoTSVGP(poisson, Z, joint=("f", "a"))
+    _, result = fitted(poisson, guide, 3, 0.5)
+    assert [each.latents for each in result.params["auto_latents"].groups] == [("a",)]
+    assert set(guide.sample_posterior(jax.random.key(0), result.params)) >= {"a", "b", "f"}
+
+
+@pytest.mark.parametrize(
+    ("joint", "message"),
+    [
+        (("f", "scale"), r"names \['scale'\], which cannot be"),
+        (("f", "nothing"), r"names \['nothing'\], which cannot be"),
+        ("f", 'must be "auto", False or a tuple'),
+        (True, 'must be "auto", False or a tuple'),
+    ],
+)
+def test_mistakes_in_joint_raise(joint, message):
+    with pytest.raises(ValueError, match=message):
+        handlers.seed(sgp.AutoTSVGP(with_kernel_latents, Z, joint=joint), 0)()
+
+
+def test_gps_of_one_term_are_members_together():
+    with pytest.raises(ValueError, match=r"leaves out \['g'\]"):
+        handlers.seed(sgp.AutoTSVGP(everything, Z, joint=("f", "c")), 0)()
+
+
+def test_many_latents_are_left_to_the_base_guide_with_a_warning():
+    def model():
+        b = numpyro.sample("b", dist.Normal().expand([1001]).to_event(1))
+        f = numpyro.sample("f", sgp.GaussianProcess(SE(1.0), X))
+        numpyro.sample("y", dist.Poisson(jnp.exp(f + b[:N])).to_event(1), obs=COUNTS)
+
+    with pytest.warns(UserWarning, match="1001 numbers, too many"):
+        trace = handlers.trace(handlers.seed(sgp.AutoTSVGP(model, Z), 0)).get_trace()
+    assert trace["auto_latents"]["value"].groups == ()
+
+
+@pytest.mark.parametrize("options", [{"sites": "per_datum"}, {"tie": "covariance"}])
+def test_sites_that_cannot_be_joint_are_warned_of(options):
+    with pytest.warns(UserWarning, match=r"independent of \['a', 'b'\].*joint=False"):
+        handlers.seed(sgp.AutoTSVGP(poisson, Z, **options), 0)()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handlers.seed(sgp.AutoTSVGP(poisson, Z, joint=False, **options), 0)()
+
+
+# Working with one.
+
+
+@pytest.fixture(scope="module")
+def summed():
+    with jax.enable_x64(True):
+
+        def model(y=COUNTS):
+            f = numpyro.sample("f", sgp.GaussianProcess(SE(1.0), X))
+            g = numpyro.sample("g", sgp.GaussianProcess(SE(1.0), W[:, 1:]))
+            a = numpyro.sample("a", dist.Normal(0.0, 2.0))
+            with numpyro.plate("data", N):
+                numpyro.sample("y", dist.Poisson(jnp.exp(f + g + a)), obs=y)
+
+        guide = sgp.AutoTSVGP(model, {"f": Z, "g": np.linspace(-2.0, 2.0, 6)[:, None]})
+        svi, result = fitted(model, guide, 30, 0.5)
+        return model, svi, result
+
+
+def test_drawn_functions_of_several_sites_go_together(summed):
+    _, svi, result = summed
+    functions = svi.guide.sample_functions(jax.random.key(1), result.params, num_samples=3000)
+    drawn = functions["f"](X) + functions["g"](W[:, 1:])
+    draws = svi.guide.sample_posterior(jax.random.key(2), result.params, sample_shape=(3000,))
+    expected = draws["f"] + draws["g"]
+    alone = np.sqrt(np.var(draws["f"], axis=0) + np.var(draws["g"], axis=0))
+    np.testing.assert_allclose(drawn.std(0) / expected.std(0), 1.0, atol=0.08)
+    assert np.mean(expected.std(0) / alone) < 0.95  # they are correlated, or this would show nothing
+
+
+def test_medians_and_quantiles_are_those_of_draws(summed):
+    _, svi, result = summed
+    draws = svi.guide.sample_posterior(jax.random.key(2), result.params, sample_shape=(4000,))
+    medians = svi.guide.median(result.params, y=COUNTS)
+    np.testing.assert_allclose(medians["a"], np.median(draws["a"]), atol=0.05)
+    low, high = svi.guide.quantiles(result.params, jnp.asarray([0.1, 0.9]), y=COUNTS)["a"]
+    np.testing.assert_allclose([low, high], np.quantile(draws["a"], [0.1, 0.9]), atol=0.06)
+    with pytest.raises(ValueError, match="without the model's arguments"):
+        svi.guide.median(result.params)
+
+
+def test_importance_ratios_have_the_bound_as_their_mean(summed):
+    _, svi, result = summed
+    data = sgp.to_arviz(jax.random.key(3), svi, result, y=COUNTS, num_samples=2000)
+    stats = data["sample_stats"]
+    ratios = np.asarray(stats["lp"]) - np.asarray(stats["log_q"])
+    np.testing.assert_allclose(ratios.mean(), -result.losses[-1], atol=5.0 * ratios.std() / np.sqrt(2000.0))
+    assert sgp.diagnostics.psis_khat(jax.random.key(4), svi, result, y=COUNTS) < 0.7
+
+
+def test_leave_one_out_densities_are_exact_for_gaussian_outcomes():
+    svi, result = fitted(gaussian, sgp.AutoTSVGP(gaussian, X), 2)
+    loo = sgp.diagnostics.loo_cavity(jax.random.key(0), svi, result, y=REALS, num_samples=400)
+    H = np.concatenate([np.ones((N, 1)), W], axis=1)
+    C = np.asarray(KERNEL(X, X)) + H @ np.diag([9.0, 4.0, 4.0]) @ H.T + 0.09 * np.eye(N)
+    inverse, residual = np.linalg.inv(C), REALS - H @ [1.0, 0.0, 0.0]
+    variance = 1.0 / np.diag(inverse)
+    exact = dist.Normal(0.0, np.sqrt(variance)).log_prob(variance * (inverse @ residual))
+    found = np.asarray(loo["elpd_i"] if "elpd_i" in dir(loo) else loo["loo_i"])
+    np.testing.assert_allclose(found.sum(), exact.sum(), atol=0.3)
+
+
+def test_several_correlated_latents_have_no_cavities(summed):
+    _, svi, result = summed
+    with pytest.raises(ValueError, match="several latents for each datum"):
+        sgp.diagnostics.loo_cavity(jax.random.key(0), svi, result, y=COUNTS)
+
+
+def test_a_fresh_guide_predicts_from_parameters_alone(summed):
+    model, svi, result = summed
+    params = pickle.loads(pickle.dumps(result.params))
+    fresh = sgp.AutoTSVGP(model, {"f": Z, "g": np.linspace(-2.0, 2.0, 6)[:, None]})
+    samples = [
+        Predictive(model, guide=guide, params=params, num_samples=5)(jax.random.key(5), None)["y"]
+        for guide in (fresh, svi.guide)
+    ]
+    np.testing.assert_array_equal(*samples)
+
+
+def test_minibatches_ask_for_the_whole_direction_on_average():
+    def model(x, w, y, num_data=N):
+        a, b = coefficients()
+        f = numpyro.sample("f", gp(KERNEL, x))
+        with numpyro.plate("data", num_data, subsample_size=len(x)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(a + f + w @ b)), obs=y)
+
+    svi = SVI(model, sgp.AutoTSVGP(model, Z), sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
+    state = svi.init(jax.random.key(0), X, W, COUNTS)
+
+    def after(rows):
+        new, _ = svi.update(state, X[rows], W[rows], COUNTS[rows])
+        return svi.get_params(new)["f_auto_joint_sites"]
+
+    whole, *parts = (after(np.asarray(rows)) for rows in (range(N), *np.arange(N).reshape(3, -1)))
+    mean = jax.tree.map(lambda *each: sum(each) / 3.0, *parts)
+    np.testing.assert_allclose(mean.Lambda2, whole.Lambda2, rtol=1e-8, atol=1e-8)
+    np.testing.assert_allclose(mean.lambda1, whole.lambda1, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.filterwarnings("ignore:Currently, SVI with")  # NumPyro knows no discrete sites that a guide draws
+@pytest.mark.parametrize("joint", ["auto", False])
+@pytest.mark.parametrize("likelihood", ["real", "count"])
+def test_missing_outcomes_are_left_out_of_the_bound_and_drawn_at_prediction(likelihood, joint):
+    seen = jnp.asarray(np.arange(N) % 4 > 0)
+    y = COUNTS if likelihood == "count" else np.where(seen, REALS, np.nan)
+
+    def term(eta):
+        return dist.Poisson(jnp.exp(eta)) if likelihood == "count" else dist.Normal(eta, 0.3)
+
+    def with_obs_mask(y=y):
+        a = numpyro.sample("a", dist.Normal())
+        f = numpyro.sample("f", gp(KERNEL))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", term(a + f), obs=y, obs_mask=seen if y is not None else None)
+
+    def with_mask(y=y):
+        a = numpyro.sample("a", dist.Normal())
+        f = numpyro.sample("f", gp(KERNEL))
+        with numpyro.plate("data", N), handlers.mask(mask=seen):
+            numpyro.sample("y", term(a + f), obs=y)
+
+    ends = [fitted(model, sgp.AutoTSVGP(model, Z, joint=joint), 5, 0.5)[1] for model in (with_obs_mask, with_mask)]
+    assert ends[0].params["auto_latents"].names == ("a",)
+    if joint:
+        np.testing.assert_allclose(ends[0].losses, ends[1].losses, rtol=1e-10)
+    guide = sgp.AutoTSVGP(with_obs_mask, Z, joint=joint)
+    drawn = Predictive(with_obs_mask, guide=guide, params=ends[0].params, num_samples=200)(jax.random.key(0))["y"]
+    assert np.all(np.var(drawn[:, seen], axis=0) < 1e-20)
+    assert np.all(np.var(drawn[:, ~seen], axis=0) > 0.0)
+
+
+def test_an_outcome_that_is_no_number_raises():
+    def model():
+        f = numpyro.sample("f", gp(KERNEL))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Normal(f, 0.3), obs=np.where(np.arange(N) < 2, np.nan, REALS))
+
+    with pytest.raises(ValueError, match=r"'y' have 2 entries that are NaN.*handlers\.mask.*obs_mask"):
+        fitted(model, sgp.AutoTSVGP(model, Z), 1)
+
+
+def test_a_loss_times_a_factor_has_the_same_steps():
+    scaled = handlers.scale(everything, scale=0.01)
+    ends = [
+        fitted(model, sgp.AutoTSVGP(model, Z), 4, 0.5)[1].params["f_auto_joint_sites"] for model in (everything, scaled)
+    ]
+    np.testing.assert_allclose(ends[0].Lambda2, ends[1].Lambda2, rtol=1e-6, atol=1e-6)
+
+
+def test_inducing_inputs_can_be_trained():
+    guide = sgp.AutoTSVGP(poisson, Z[::2], learn_inducing=True)
+    _, result = fitted(poisson, guide, 200, 0.5)
+    fixed = fitted(poisson, sgp.AutoTSVGP(poisson, Z[::2]), 50, 0.5)[1]
+    assert np.abs(result.params["f_auto_inducing"].Z - Z[::2]).max() > 0.05
+    assert result.losses[-1] < fixed.losses[-1]
+
+
+def test_float32_stays_float32():
+    with jax.enable_x64(False):
+
+        def model():
+            b = numpyro.sample("b", dist.Normal(0.0, 2.0).expand([2]).to_event(1))
+            s = numpyro.sample("s", dist.HalfNormal(1.0))
+            f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, jnp.asarray(X, jnp.float32)))
+            with numpyro.plate("data", N):
+                mean = f + jnp.asarray(W, jnp.float32) @ b
+                numpyro.sample("y", dist.Normal(mean, s), obs=jnp.asarray(REALS, jnp.float32))
+
+        guide = sgp.AutoTSVGP(model, jnp.asarray(Z, jnp.float32))
+        _, result = fitted(model, guide, 30, 0.5)
+        assert result.losses.dtype == jnp.float32
+        assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(result.params))
+        assert np.isfinite(result.losses).all()
+
+
+def test_outcomes_of_several_classes_are_drawn():
+    labels = RNG.integers(0, 3, N)
+
+    def model():
+        with numpyro.plate("class", 3):
+            f = numpyro.sample("f", sgp.GaussianProcess(SE(1.0), X))
+            a = numpyro.sample("a", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Categorical(logits=(f + a[:, None]).T), obs=labels)
+
+    guide = sgp.AutoTSVGP(model, Z)
+    params = arbitrary(model, guide)
+    draws = jax.vmap(lambda key: sgp.QuadratureELBO(num_samples=64).loss(key, params, model, guide))(
+        jax.random.split(jax.random.key(0), 50)
+    )
+    estimate = TraceMeanField_ELBO(num_particles=20000).loss(jax.random.key(1), params, model, guide)
+    assert abs(draws.mean() - estimate) < 0.05
