@@ -41,8 +41,7 @@ def model(X, y=None, width=1.0):
     """Counts y ~ Poisson(width · rate), with a Gaussian process for the logarithm of the rate in a year."""
     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(jnp.log(20.0), 0.5))
     variance = numpyro.sample("variance", dist.LogNormal(0.0, 0.5))
-    # The overall level is a part of f, by the constant kernel: as a latent of its own it would be strongly correlated
-    # with f, which the guide takes to be independent of other latents.
+    # The overall level is a part of f, by the constant kernel.
     kernel = sgp.kernels.Matern52(lengthscale, variance) + sgp.kernels.Constant(1.0)
     f = numpyro.sample("f", sgp.GaussianProcess(kernel, X))
     rate = numpyro.deterministic("rate", jnp.exp(f))
