@@ -34,6 +34,9 @@ FORMS = {
     "natural": lambda model, inducing, **options: sgp.AutoSVGP(model, inducing, natural=True, **options),
 }
 
+# The exact posterior is shown in both forms; what follows from it, in one, and in the other where all tests run.
+each_form = pytest.mark.parametrize("form", ["tied", pytest.param("natural", marks=pytest.mark.thorough)])
+
 
 def gp(kernel, x=X, **options):
     return sgp.GaussianProcess(kernel, x, jitter=1e-10, **options)
@@ -126,7 +129,7 @@ def test_one_full_step_reaches_the_exact_joint_posterior_and_its_bound_is_the_ev
     np.testing.assert_allclose((np.cov(together.T) - covariance) / np.outer(sd, sd), 0.0, atol=0.05)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_form
 def test_effects_beside_a_gp_have_the_bound_of_the_gp_with_the_summed_kernel(form):
     _, result = fitted(poisson, FORMS[form](poisson, X), 30)
     effects = sgp.kernels.Constant(9.0) + sgp.kernels.Linear(4.0)
@@ -141,7 +144,7 @@ def test_effects_beside_a_gp_have_the_bound_of_the_gp_with_the_summed_kernel(for
     np.testing.assert_allclose(result.losses[-1], exact.losses[-1], rtol=0.0, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_form
 def test_quadrature_is_what_draws_of_all_members_estimate(form):
     guide = FORMS[form](everything, Z)
     params = arbitrary(everything, guide)
@@ -155,7 +158,7 @@ def test_quadrature_is_what_draws_of_all_members_estimate(form):
     assert abs(loss - jnp.mean(draws)) < 4.0 * error
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_form
 def test_the_direction_of_a_step_is_the_gradient_with_respect_to_expectation_parameters(form):
     guide = FORMS[form](everything, Z)
     params = arbitrary(everything, guide)
@@ -577,6 +580,7 @@ def test_float32_stays_float32():
         assert np.isfinite(result.losses).all()
 
 
+@pytest.mark.thorough
 def test_outcomes_of_several_classes_are_drawn():
     labels = RNG.integers(0, 3, N)
 
