@@ -359,6 +359,14 @@ def test_the_structure_is_found_within_jit_too():
     assert groups == svi.get_params(svi.init(jax.random.key(0)))["auto_latents"].groups
 
 
+def test_a_guide_is_initialised_again_with_the_same_members():
+    guide = sgp.AutoTSVGP(with_kernel_latents, Z)
+    svi = SVI(with_kernel_latents, guide, sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
+    first, second = (svi.get_params(svi.init(jax.random.key(seed))) for seed in (0, 1))
+    assert first["auto_latents"] == second["auto_latents"]
+    assert first.keys() == second.keys()
+
+
 def test_names_choose_members():
     guide = sgp.AutoTSVGP(poisson, Z, joint=("f", "a"))
     _, result = fitted(poisson, guide, 3, 0.5)

@@ -155,8 +155,9 @@ class AbstractAutoSparseGP(AutoGuide):
 
         def find(rng_key: Array) -> Latents:
             del rng_key
+            # Not the model that the base guide sees, which leaves out members once they are known.
             with clear_errors(), handlers.block(), handlers.trace() as trace:
-                self._model_for_base(*args, **kwargs)
+                ModelForBase(self.model)(*args, **kwargs)
             sites = [site for site in trace.values() if site["type"] == "sample"]
             outcomes = {site["name"] for site in sites if site["is_observed"]}
             latents = [site["name"] for site in sites if not site["is_observed"]]
