@@ -25,6 +25,7 @@ LAYERS = [
     "posteriors/whitened/formulas",
     "posteriors/dual/formulas",
     "posteriors/dual/tied",
+    "posteriors/joint/effects",
     "posteriors/joint/formulas",
     "posteriors/decoupled/formulas",
     "posteriors/weight_space/formulas",

@@ -29,7 +29,8 @@ from numpyro_sgp.guides.handlers import (
     clear_errors,
     is_missing_outcome,
 )
-from numpyro_sgp.guides.joint import Group, Joint, JointRun, checked_joint, find_groups, first_run
+from numpyro_sgp.guides.joint import JointRun
+from numpyro_sgp.guides.members import Group, Joint, checked_joint, find_groups, first_run
 from numpyro_sgp.guides.parameters import SiteParameters, parameter, with_candidates
 from numpyro_sgp.guides.row_dependence import check_rows_apart
 from numpyro_sgp.posteriors.decoupled.coefficients import ProbedCoefficients
@@ -87,8 +88,7 @@ def _joint_latents(posteriors: Mapping[str, SparsePosterior], z: ArrayLike) -> d
     """The latents that are joint with GP sites, z standard deviations above the mean where they are unconstrained."""
     found = {}
     for run in {id(q.joint_run): q.joint_run for q in posteriors.values() if q.joint_run is not None}.values():
-        mean, deviation = run.marginals()
-        found.update(run.values(mean + z * deviation))
+        found.update(run.quantiles(z))
     return found
 
 

@@ -1,36 +1,29 @@
-"""Which GP sites and latents get one joint Gaussian, and that Gaussian in a run of the guide.
+"""The joint Gaussian of GP sites and other latents in one run of the guide.
 
-The model is run once with its GP sites at zero and its latents at a draw of the prior. The traced program tells which
-latents each term depends on, and which priors are Gaussian. In each run of the guide the priors of the GP sites and of
-the latents, given the hyperparameters, make the prior of z, and the sites make q(z) of it.
+The priors of the GP sites and of the latents, given the hyperparameters, make the prior of z, and the sites make q(z)
+of it. `guides/members.py` says which they are.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-import contextlib
+from collections.abc import Callable, Collection, Mapping
 import dataclasses
 from typing import Any, cast
-import warnings
 
 import jax
 from jax import Array
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 import numpy as np
 import numpyro
 from numpyro import distributions as dist
-from numpyro import handlers
-from numpyro.distributions import biject_to
 from numpyro.distributions.transforms import AffineTransform
-from numpyro.distributions.util import scale_and_mask, sum_rightmost
-from numpyro.primitives import Messenger
 
-from numpyro_sgp._internal.predictors import Program, traced
 from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp._internal.pytrees import own_copy
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
-from numpyro_sgp.distributions.traces import Trace, scaled_log_prob
+from numpyro_sgp.distributions.traces import Trace
 from numpyro_sgp.distributions.wrappers import unwrap
-from numpyro_sgp.guides.handlers import Alone, CheckedPlates, GivenGaussianProcesses, clear_errors
+from numpyro_sgp.guides.members import Group, again, log_densities, summed, transforms_of
 from numpyro_sgp.guides.parameters import SiteParameters
 from numpyro_sgp.math.linalg import cholesky, matmul, matvec, matvec_transposed, solve_lower, with_jitter
 from numpyro_sgp.posteriors.dual.tied import shared_covariance
@@ -38,338 +31,14 @@ from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, inducing_para
 from numpyro_sgp.posteriors.gaussian import InducingGaussian
 from numpyro_sgp.posteriors.joint.formulas import JointGaussian, Rows, gaussian_prior, stacked
 from numpyro_sgp.posteriors.moments import Moments, moments
-from numpyro_sgp.posteriors.natural_parameters import JointSites
+from numpyro_sgp.posteriors.natural_parameters import EffectSites, JointSites
 
-__all__ = [
-    "Group",
-    "Joint",
-    "JointRun",
-    "again",
-    "checked_joint",
-    "expected_reference",
-    "find_groups",
-    "first_run",
-    "log_densities",
-]
+__all__ = ["JointRun", "expected_reference"]
 
-Joint = bool | str | tuple[str, ...]
-
-# Gaussian where they are unconstrained.
-_GAUSSIAN = (dist.Normal, dist.MultivariateNormal, dist.LogNormal)
-# Latents that are many beside the inducing variables make a step slower: their block is dense.
-_MOST_LATENTS = 1000
 # The standard deviation that a latent starts with, as in NumPyro's `AutoNormal`.
 _INITIAL_SCALE = 0.1
 # The reference in the place of a prior that is not Gaussian in the unconstrained latent.
 _REFERENCE_SCALE = 3.0
-
-
-def checked_joint(joint: Any) -> Joint:
-    """The argument `joint` of a guide, names as a tuple."""
-    if joint is False or joint == "auto":
-        return joint
-    if isinstance(joint, tuple | list) and joint and all(isinstance(name, str) for name in joint):
-        return tuple(joint)
-    msg = f'`joint` must be "auto", False or a tuple of names of sites, got {joint!r}. "auto" is the default.'
-    raise ValueError(msg)
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """GP sites and latents with one joint Gaussian.
-
-    Attributes:
-        sites: the GP sites.
-        latents: the other latents, in the order of the model.
-        gaussian: those of them whose prior is jointly Gaussian where they are unconstrained, given the hyperparameters.
-        scaled: those that the model multiplies by another latent, each with that scale. Their product is the member, as
-            if the effects had been written centred, and the scale is left to the base guide.
-    """
-
-    sites: tuple[str, ...]
-    latents: tuple[str, ...]
-    gaussian: tuple[str, ...]
-    scaled: tuple[tuple[str, str], ...] = ()
-
-
-# Runs of the model at given values.
-
-
-def first_run(model: Callable[[], Any], *inner: Messenger) -> Trace:
-    """A run of the model that nobody outside sees, with parameters from outside and draws of the prior elsewhere.
-
-    Args:
-        model: with its arguments given.
-        inner: handlers inside, which give values.
-    """
-    hidden = handlers.block(hide_fn=lambda msg: msg["type"] in ("sample", "deterministic", "plate"))
-    with clear_errors(), numpyro.validation_enabled(False), contextlib.ExitStack() as stack:
-        stack.enter_context(hidden)
-        trace = stack.enter_context(handlers.trace())
-        stack.enter_context(handlers.seed(rng_seed=0))
-        stack.enter_context(CheckedPlates())
-        for handler in inner:
-            stack.enter_context(handler)
-        model()
-    return trace
-
-
-def again(model: Callable[[], Any], trace: Trace, values: Mapping[str, Any]) -> Trace:
-    """The same run at other values of some sites."""
-    given = {
-        name: jax.tree.map(lambda x: x, site["value"])
-        for name, site in trace.items()
-        if site["type"] in ("param", "mutable")
-    }
-    replayed: Any = {
-        name: {**site, "value": values[name]} if name in values else site
-        for name, site in trace.items()
-        if site["type"] != "deterministic"
-    }
-    run = handlers.substitute(handlers.seed(handlers.replay(model, replayed), rng_seed=0), data=given)
-    with Alone(), numpyro.validation_enabled(False):
-        return handlers.trace(run).get_trace()
-
-
-def transforms_of(trace: Trace, latents: Collection[str]) -> dict[str, Any]:
-    """From unconstrained values to those of each latent."""
-    return {name: biject_to(trace[name]["fn"].support) for name in latents}
-
-
-def log_densities(trace: Trace, transforms: Mapping[str, Any], w: Mapping[str, Array]) -> dict[str, Array]:
-    """Log densities of latents in unconstrained space, entry by entry of their batch shape."""
-    found = {}
-    for name, transform in transforms.items():
-        value = transform(w[name])
-        log_prob = scaled_log_prob(trace[name])
-        log_det = _summed(transform.log_abs_det_jacobian(w[name], value), jnp.ndim(log_prob))
-        found[name] = log_prob + scale_and_mask(log_det, trace[name]["scale"])
-    return found
-
-
-# What is joint.
-
-
-def _is_eligible(name: str, trace: Trace) -> bool:
-    site = trace[name]
-    fn, support = site["fn"], site["fn"].support
-    if site.get("_control_flow_done") or site["infer"].get("is_auxiliary") or support is None or support.is_discrete:
-        return False
-    if isinstance(fn, dist.MaskedDistribution) or isinstance(unwrap(fn), dist.Delta):
-        return False
-    sizes = {msg["name"]: msg["args"][0] for msg in trace.values() if msg["type"] == "plate"}
-    return all(sizes.get(frame.name, frame.size) == frame.size for frame in site["cond_indep_stack"])
-
-
-def _program(model: Callable[[], Any], trace: Trace, gps: list[str], latents: list[str]) -> Program:
-    """Terms ("term"), priors ("prior") and kernels and means of GP sites ("gp") as functions of f and w."""
-    transforms = transforms_of(trace, latents)
-    start = {name: jnp.asarray(trace[name]["value"]) for name in gps}
-    start |= {name: jnp.asarray(transforms[name].inv(trace[name]["value"])) for name in latents}
-
-    def run(values: dict[str, Array]) -> dict[str, Array]:
-        w = {name: values[name] for name in latents}
-        constrained = {name: transforms[name](value) for name, value in w.items()}
-        found = again(model, trace, {**{name: values[name] for name in gps}, **constrained})
-        result = {f"prior {name}": value for name, value in log_densities(found, transforms, w).items()}
-        result |= {f"value {name}": jnp.asarray(value) for name, value in constrained.items()}
-        for name in latents:
-            fn: Any = unwrap(found[name]["fn"])
-            if isinstance(fn, _GAUSSIAN):
-                scale = fn.scale_tril if isinstance(fn, dist.MultivariateNormal) else fn.scale
-                result |= {f"loc {name}": jnp.asarray(fn.loc), f"scale {name}": jnp.asarray(scale)}
-        for name in gps:
-            gp: Any = unwrap(found[name]["fn"])
-            parts = (gp.X, gp.prior_mean, gp.kernel(gp.X), gp.kernel(gp.X[:1], gp.X))
-            result |= {f"gp {name} {number}": jnp.asarray(part) for number, part in enumerate(parts)}
-        for name, site in found.items():
-            if site["type"] == "sample" and site["is_observed"]:
-                result[f"term {name}"] = jnp.asarray(scaled_log_prob(site))
-        return result
-
-    return traced(run, start)
-
-
-def find_groups(
-    model: Callable[[], Any],
-    joint: Joint,
-    candidates: Collection[str],
-    family: Callable[[str], AbstractPosteriorFamily],
-) -> tuple[Group, ...]:
-    """The groups of GP sites and latents that meet in terms of the model.
-
-    Args:
-        model: the model, with its arguments given.
-        joint: what the user asked for.
-        candidates: the latents that may be members.
-        family: the posterior family of a GP site.
-
-    Raises:
-        ValueError: names in `joint` that cannot be joint.
-    """
-    if joint is False:
-        return ()
-    trace = first_run(model, GivenGaussianProcesses(0.0))
-    if not any(name in trace for name in candidates) and _count_of_gps(trace) < 2:
-        return ()
-    samples = {name: site for name, site in trace.items() if site["type"] == "sample" and not site["is_observed"]}
-    gps = [name for name, site in samples.items() if isinstance(unwrap(site["fn"]), GaussianProcess)]
-    if not gps or any(site.get("_control_flow_done") for name, site in samples.items() if name in gps):
-        return ()
-    latents = [name for name in samples if name not in gps and _is_eligible(name, trace)]
-    latents = [name for name in latents if name in candidates]
-    program = _program(model, trace, gps, latents)
-    depends = {name: program.depends[number] for name, number in program.outputs.items()}
-    terms = {name: found for name, found in depends.items() if name.startswith("term ")}
-    of_gps = {name: [depends[f"gp {name} {number}"] for number in range(4)] for name in gps}
-    parents = frozenset().union(*(found for parts in of_gps.values() for found in parts))
-    kinds = {name: family(name).joins for name in gps}
-    members = [name for name in gps if name not in parents and not frozenset().union(*of_gps[name]).intersection(gps)]
-    able = [name for name in members if kinds[name] is not None]
-    inside = [name for name in latents if name not in parents and not depends[f"prior {name}"].intersection(gps)]
-    if joint == "auto":
-        _warn_of_families(terms, [name for name in members if kinds[name] is None], inside, family)
-    named = None if joint == "auto" else _checked_names(joint, able, inside, terms, gps)
-    if named is not None:
-        able, inside = [name for name in able if name in named], [name for name in inside if name in named]
-    groups = []
-    for sites, found in _components(terms, able, inside):
-        group = _group(program, depends, sites, found, inside, latents)
-        beside = frozenset().union(*(term for term in terms.values() if term.intersection(sites))).intersection(gps)
-        if beside - set(able) or len({kinds[site] for site in group.sites}) > 1:
-            if named is not None:
-                msg = (
-                    f"`joint` names the GP sites {list(group.sites)}, whose posterior families hold their parameters "
-                    "in different ways. Give them one family."
-                )
-                raise ValueError(msg)
-            continue
-        size = sum(int(np.size(trace[name]["value"])) for name in group.latents)
-        if size > _MOST_LATENTS and named is None:
-            warnings.warn(_too_many(group, size), UserWarning, stacklevel=2)
-            continue
-        if len(group.sites) + len(group.latents) > 1:
-            groups.append(group)
-    return tuple(groups)
-
-
-def _count_of_gps(trace: Trace) -> int:
-    return sum(isinstance(unwrap(site["fn"]), GaussianProcess) for site in trace.values() if site["type"] == "sample")
-
-
-def _checked_names(
-    joint: Joint, able: list[str], inside: list[str], terms: Mapping[str, frozenset[str]], gps: list[str]
-) -> frozenset[str]:
-    assert isinstance(joint, tuple)
-    named = frozenset(joint)
-    unknown = sorted(named - set(able) - set(inside))
-    if unknown:
-        msg = (
-            f"`joint` names {unknown}, which cannot be in a joint Gaussian with the GP sites. Those that can are "
-            f"{sorted([*able, *inside])}: continuous latents that no kernel depends on."
-        )
-        raise ValueError(msg)
-    for term, found in terms.items():
-        beside = sorted(found.intersection(gps) - named)
-        if beside and found & named:
-            msg = f"`joint` leaves out {beside}, on which the term {term[5:]!r} depends too. Name all of its GP sites."
-            raise ValueError(msg)
-    return named
-
-
-def _warn_of_families(
-    terms: Mapping[str, frozenset[str]],
-    unable: list[str],
-    inside: list[str],
-    family: Callable[[str], AbstractPosteriorFamily],
-) -> None:
-    for name in unable:
-        found = sorted({latent for term in terms.values() if name in term for latent in term.intersection(inside)})
-        if found:
-            msg = (
-                f"The posterior of the GP site {name!r}, {type(family(name)).__name__}, takes it to be independent "
-                f"of {found}, which meet it in terms of the model: the intervals of both are too narrow. Use tied "
-                "sites or natural parameters, or pass `joint=False` if this is meant."
-            )
-            warnings.warn(msg, UserWarning, stacklevel=2)
-
-
-def _too_many(group: Group, size: int) -> str:
-    return (
-        f"The latents {list(group.latents)} have {size} numbers, too many for a joint Gaussian with the GP sites "
-        f"{list(group.sites)}: the posterior takes them to be independent of these, and its intervals are too narrow. "
-        "Name the members that matter most with `joint=(...)`."
-    )
-
-
-def _components(
-    terms: Mapping[str, frozenset[str]], able: list[str], inside: list[str]
-) -> Iterator[tuple[list[str], set[str]]]:
-    """GP sites that share terms, directly or through others and through latents, and the latents in these terms."""
-    left = [set(found) & {*able, *inside} for found in terms.values() if found & set(able)]
-    while left:
-        component = left.pop(0)
-        while touching := [one for one in left if one & component]:
-            component = component.union(*touching)
-            left = [one for one in left if one not in touching]
-        yield [name for name in able if name in component], component & set(inside)
-
-
-def _group(
-    program: Program,
-    depends: Mapping[str, frozenset[str]],
-    sites: list[str],
-    found: set[str],
-    inside: list[str],
-    latents: list[str],
-) -> Group:
-    """Adds the latents that the prior means of others are made of, as the mean of group effects."""
-    while True:
-        parents = {
-            parent
-            for name in found
-            for parent in (depends[f"prior {name}"] & set(inside)) - found
-            if _is_gaussian(program, name, [name, parent]) and _is_gaussian(program, parent, [name, parent])
-        }
-        if not parents:
-            break
-        found = found | parents
-    names = [name for name in latents if name in found]
-    gaussian = [name for name in names if _is_gaussian(program, name, names)]
-    while closed := [name for name in gaussian if (depends[f"prior {name}"] & found) - set(gaussian)]:
-        gaussian = [name for name in gaussian if name not in closed]
-    scaled = _scaled(program, names, gaussian)
-    left = {scale for _, scale in scaled}
-    names, gaussian = ([name for name in each if name not in left] for each in (names, gaussian))
-    return Group(tuple(sites), tuple(names), tuple(gaussian), scaled)
-
-
-def _scaled(program: Program, names: list[str], gaussian: list[str]) -> tuple[tuple[str, str], ...]:
-    """The Gaussian latents that all terms know times another one only, where no term knows that one otherwise."""
-    terms = [output for output in program.outputs if output.startswith("term ")]
-    values = {program.origin(program.outputs[f"value {name}"]): name for name in names}
-    found = {}
-    for name in gaussian:
-        factor, products = program.factor(name, terms)
-        if factor in values and values[factor] != name:
-            found[name] = values[factor], products
-    known = program.depends_given({number: frozenset({name}) for name, each in found.items() for number in each[1]})
-    seen = frozenset().union(*(known[term] for term in terms)) | frozenset(
-        parent for name in names for parent in program.depends[program.outputs[f"prior {name}"]] - {name}
-    )
-    return tuple((name, scale) for name, (scale, _) in found.items() if scale not in seen)
-
-
-def _is_gaussian(program: Program, name: str, variable: list[str]) -> bool:
-    """Whether the prior of a latent is Gaussian with a mean that is affine in some latents, and a fixed covariance."""
-    if f"loc {name}" not in program.outputs:
-        return False
-    if program.depends[program.outputs[f"scale {name}"]] & set(variable):
-        return False
-    return program.is_affine(f"loc {name}", variable)
-
-
-# The joint Gaussian in a run of the guide.
 
 
 class JointRun:
@@ -381,6 +50,7 @@ class JointRun:
         transforms: from unconstrained values, by latent.
         rows: the GP sites at the model's inputs, by site.
         latents: sites of the guide for the latents, at a draw.
+        effects: the effects of groups about their prior means, in their units, at the draw, (G,); or None.
     """
 
     def __init__(
@@ -397,7 +67,7 @@ class JointRun:
         # From the product with its scale back to the latent.
         for name, scale in group.scaled:
             self.transforms[name] = AffineTransform(0.0, 1.0 / jnp.reshape(trace[scale]["value"], ()))
-        shapes = {name: jnp.shape(self.transforms[name].inv(trace[name]["value"])) for name in group.latents}
+        shapes = {name: jnp.shape(self.transforms[name].inv(trace[name]["value"])) for name in group.dense}
         ends = np.cumsum([0, *(int(np.prod(shape, dtype=int)) for shape in shapes.values())])
         spans = zip(shapes.items(), ends[:-1].tolist(), ends[1:].tolist(), strict=True)
         self._places = {name: (start, stop, shape) for (name, shape), start, stop in spans}
@@ -420,6 +90,18 @@ class JointRun:
         offset, root = self._prior_of_latents(model, trace)
         batch_shapes = {name: trace[name]["fn"].batch_shape for name in group.sites}
         K, spans = stacked(Kuu, batch_shapes, root)
+        self._at = lambda values: again(model, trace, values)
+        self.effect_shape, variance = (), jnp.zeros(0, self.dtype)
+        if group.effects is not None:
+            fn: Any = unwrap(trace[group.effects]["fn"])
+            self.effect_shape = jnp.shape(trace[group.effects]["value"])
+            # (A product with a scale: the transform is linear.)
+            scale = jnp.broadcast_to(self.transforms[group.effects].inv(fn.scale), self.effect_shape)
+            variance = jnp.ravel(scale * scale).astype(self.dtype)
+        # Whitened sites stay fixed in whitened effects, too.
+        unit, variance = (
+            (jnp.ones_like(variance), variance) if projected else (jnp.sqrt(variance), jnp.ones_like(variance))
+        )
 
         def start(rng_key: Array) -> JointSites:
             reference: Any = own_copy(inducing) if moves and projected else None
@@ -429,6 +111,12 @@ class JointRun:
         param = SiteParameters(group.sites[0], prefix, predicting)
         value = param("joint_sites", start)
         self.is_initial = bool(param.initial)
+        effects = None
+        if group.effects is not None:
+            reference = own_copy(inducing) if moves and projected else None
+            zeros = EffectSites.zeros(variance.shape, K.shape[0], K.dtype, reference)
+            precise = zeros.Lambda2.at[:, 0].set((unit / _INITIAL_SCALE) ** 2)
+            effects = param("effect_sites", dataclasses.replace(zeros, Lambda2=precise))
         references, Kuv = value_of(value).reference, None
         if references is not None:
             shared = {
@@ -436,23 +124,29 @@ class JointRun:
                 for name, prior in priors.items()
             }
             Kuv, _ = stacked(shared, batch_shapes, root)
-        self.gaussian = JointGaussian(value, K, Kuv, inducing, offset, root, spans, projected)
+        self.gaussian = JointGaussian(value, K, Kuv, inducing, effects, unit, variance, offset, root, spans, projected)
         self.L, self.mean, self.S_sqrt = self.gaussian.whitened()
         self.noise = jax.random.normal(cast(Array, numpyro.prng_key()), self.mean.shape, self.mean.dtype)
         self.v = self.mean + matvec(self.S_sqrt, self.noise)
+        self.effects = None  # about their prior means, at the draw
+        if effects is not None:
+            intercept, slope, precision = self.gaussian.effects_given(self.L)
+            noise = jax.random.normal(cast(Array, numpyro.prng_key()), intercept.shape, intercept.dtype)
+            self.effects = intercept - matvec_transposed(slope, self.v) + noise / jnp.sqrt(precision)
         self.latents = self._latents_at(model, trace)
 
     def _prior_of_latents(self, model: Callable[[], Any], trace: Trace) -> tuple[Array, Array]:
         """Prior mean of w and a root of its covariance, given the hyperparameters."""
         P = self.num_latents
-        own = [np.arange(*self._places[name][:2]) for name in self.group.gaussian]
+        gaussian = [name for name in self.group.gaussian if name != self.group.effects]
+        own = [np.arange(*self._places[name][:2]) for name in gaussian]
         index = np.concatenate(own) if own else np.zeros(0, int)
         other = np.setdiff1d(np.arange(P), index)
         offset, root = jnp.zeros(P, self.dtype), jnp.zeros((P, P), self.dtype)
         root = root.at[other, other].set(_REFERENCE_SCALE)
         if not own:
             return offset, root
-        transforms = {name: self.transforms[name] for name in self.group.gaussian}
+        transforms = {name: self.transforms[name] for name in gaussian}
 
         def density(w: Array) -> Array:
             values = self.unflattened(jnp.zeros(P, self.dtype).at[index].set(w))
@@ -467,8 +161,9 @@ class JointRun:
     def _initial(self, trace: Trace, offset: Array, rng_key: Array) -> Array:
         """Where w starts: at its prior mean, or the median of draws from a prior that is not Gaussian."""
         w = offset
-        for number, (name, (start, stop, _)) in enumerate(self._places.items()):
+        for number, name in enumerate(self.group.latents):
             if name not in self.group.gaussian:
+                start, stop, _ = self._places[name]
                 draws = trace[name]["fn"].sample(jax.random.fold_in(rng_key, number), (15,))
                 w = w.at[start:stop].set(self.transforms[name].inv(jnp.median(draws, axis=0)).ravel())
         return w
@@ -490,12 +185,12 @@ class JointRun:
 
     @property
     def num_latents(self) -> int:
-        """How many numbers the latents have."""
+        """P, how many numbers the latents have without the effects of groups."""
         return max((stop for _, stop, _ in self._places.values()), default=0)
 
     def places(self, names: Collection[str]) -> np.ndarray:
         """Where the numbers of some latents are in w."""
-        found = [np.arange(*self._places[name][:2]) for name in self.group.latents if name in names]
+        found = [np.arange(*self._places[name][:2]) for name in self.group.dense if name in names]
         return np.concatenate(found) if found else np.zeros(0, int)
 
     def unflattened(self, w: Array) -> dict[str, Array]:
@@ -505,19 +200,45 @@ class JointRun:
             for name, (start, stop, shape) in self._places.items()
         }
 
-    def values(self, w: Array) -> dict[str, Array]:
-        """Values of the latents."""
-        return {name: self.transforms[name](each) for name, each in self.unflattened(w).items()}
+    def prior_mean_of_effects(self, w: Mapping[str, Array]) -> Array:
+        """The prior mean of the effects of groups, unconstrained, given the other members."""
+        assert self.group.effects is not None
+        found = self._at({name: self.transforms[name](value) for name, value in w.items()})
+        loc = self.transforms[self.group.effects].inv(cast(Any, unwrap(found[self.group.effects]["fn"])).loc)
+        return jnp.broadcast_to(loc, self.effect_shape).astype(self.dtype)
 
-    def marginals(self) -> tuple[Array, Array]:
-        """Means and standard deviations of w, (P,)."""
+    def values(self, w: Mapping[str, Array], effects: Array | None = None) -> dict[str, Array]:
+        """Values of the latents.
+
+        Args:
+            w: unconstrained values of those whose block is dense.
+            effects: the effects of groups about their prior means, in their units; None where there are none.
+        """
+        if self.group.effects is not None:
+            assert effects is not None
+            deviation = (effects.ravel() * self.gaussian.effect_unit).reshape(self.effect_shape)
+            w = {**w, self.group.effects: self.prior_mean_of_effects(w) + deviation}
+        return {name: self.transforms[name](w[name]) for name in self.group.latents}
+
+    def quantiles(self, z: ArrayLike) -> dict[str, Array]:
+        """Values of the latents z standard deviations above the mean, where they are unconstrained."""
         P = self.num_latents
         first = self.mean.shape[0] - P
         # The last block of K stands alone: the rows of L for w have no other entries.
         L = self.L[first:, first:]
         root = matmul(L, self.S_sqrt[first:])
         mean = self.gaussian.offset + matvec(L, self.mean[first:])
-        return mean, jnp.sqrt(jnp.sum(root * root, axis=-1))
+        found = self.unflattened(mean + z * jnp.sqrt(jnp.sum(root * root, axis=-1)))
+        if self.group.effects is not None:
+            start = self.prior_mean_of_effects(self.unflattened(mean)).ravel()
+            intercept, slope, precision = self.gaussian.effects_given(self.L)
+            slope_w = jax.jacobian(lambda w: self.prior_mean_of_effects(self.unflattened(w)).ravel())(mean)
+            unit = self.gaussian.effect_unit
+            turned = matmul(self.S_sqrt.T, (-slope * unit).at[first:].add(matmul(slope_w, L).T))
+            deviation = jnp.sqrt(unit**2 / precision + jnp.sum(turned * turned, axis=0))
+            effects = start + unit * (intercept - matvec_transposed(slope, self.mean)) + z * deviation
+            found[self.group.effects] = effects.reshape(*effects.shape[:-1], *self.effect_shape)
+        return {name: self.transforms[name](each) for name, each in found.items()}
 
     def _latents_at(self, model: Callable[[], Any], trace: Trace) -> dict[str, dict[str, Any]]:
         """The latents at the draw v, with the density that q(z) leaves to them.
@@ -529,7 +250,8 @@ class JointRun:
             return {}
         first = self.mean.shape[0] - self.num_latents
         w = self.gaussian.offset + matvec(self.L[first:, first:], self.v[first:])
-        unconstrained, values = self.unflattened(w), self.values(w)
+        unconstrained = self.unflattened(w)
+        values = self.values(unconstrained, self.effects)
         found, sites = again(model, trace, values), {}
         for name, value in values.items():
             fn = trace[name]["fn"]
@@ -537,7 +259,7 @@ class JointRun:
             if name not in self.group.gaussian:
                 log_det = self.transforms[name].log_abs_det_jacobian(unconstrained[name], value)
                 own = reference_density(unconstrained[name])
-                density = _summed(own, len(fn.batch_shape)) - _summed(log_det, len(fn.batch_shape))
+                density = summed(own, len(fn.batch_shape)) - summed(log_det, len(fn.batch_shape))
             sites[name] = {
                 "type": "sample",
                 "name": name,
@@ -582,6 +304,12 @@ class JointRun:
         """The log ratio log q(z) − log p(u) − log r(w) at the draw, with the first site for all members, (...)."""
         # v = L⁻¹z
         ratio = 0.5 * jnp.sum(self.v**2 - self.noise**2) - jnp.linalg.slogdet(self.S_sqrt)[1]
+        if self.effects is not None:
+            intercept, slope, precision = self.gaussian.effects_given(self.L)
+            deviation = self.effects - intercept + matvec_transposed(slope, self.v)
+            variance = self.gaussian.effect_variance
+            own = self.effects**2 / variance - precision * deviation**2 + jnp.log(precision * variance)
+            ratio = ratio + 0.5 * jnp.sum(own)
         return ratio * self._share(site, batch_shape)
 
     def _share(self, site: str, batch_shape: tuple[int, ...]) -> np.ndarray:
@@ -603,14 +331,18 @@ class JointRun:
         start, C, M = self.gaussian.spans[site]
         assert C == 1
         P = self.num_latents
-        if not P:
-            return SparsePosterior(q.prior, q.moments, q.batch_shape, joint=False)
-        u, w = self.S_sqrt[start : start + M], self.S_sqrt[-P:]
-        root = cholesky(matmul(w, w.T))
-        gain = solve_lower(root, matmul(w, u.T))
-        moved = solve_lower(root, (self.v[-P:] - self.mean[-P:])[:, None])[:, 0]
-        S = cholesky(matmul(u, u.T) - matmul(gain.T, gain), 10.0 * float(jnp.finfo(u.dtype).eps))
-        m = self.mean[start : start + M] + matvec(gain.T, moved)
+        mean, S_sqrt = self.mean, self.S_sqrt
+        if self.group.effects is not None:
+            _, mean, S_sqrt = self.gaussian.whitened(self.effects)
+        m, u = mean[start : start + M], S_sqrt[start : start + M]
+        S = matmul(u, u.T)
+        if P:
+            w = S_sqrt[-P:]
+            root = cholesky(matmul(w, w.T))
+            gain = solve_lower(root, matmul(w, u.T))
+            moved = solve_lower(root, (self.v[-P:] - mean[-P:])[:, None])[:, 0]
+            S, m = S - matmul(gain.T, gain), m + matvec(gain.T, moved)
+        S = cholesky(S, 10.0 * float(jnp.finfo(u.dtype).eps))
         A = q.moments.prior_root
         T = matmul(S.T, A)
         given = moments(matvec_transposed(A, m), q.prior.kernel(q.prior.X), A, T, q.kl)
@@ -631,7 +363,3 @@ def reference_density(w: Array) -> Array:
 def expected_reference(mean: Array, variance: Array) -> Array:
     """E[log r(w)] under a Gaussian, summed over its entries."""
     return jnp.sum(reference_density(mean) - 0.5 * variance / _REFERENCE_SCALE**2)
-
-
-def _summed(x: Array, batch_ndim: int) -> Array:
-    return sum_rightmost(x, max(jnp.ndim(x) - batch_ndim, 0))

@@ -20,9 +20,11 @@ from numpyro_sgp._internal.predictors import Program, traced
 from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
 from numpyro_sgp.distributions.traces import Trace, scaled_log_prob
 from numpyro_sgp.guides.handlers import is_missing_outcome
-from numpyro_sgp.guides.joint import JointRun, expected_reference, log_densities
+from numpyro_sgp.guides.joint import JointRun, expected_reference
+from numpyro_sgp.guides.members import log_densities
 from numpyro_sgp.math.linalg import cholesky, solve_lower
 from numpyro_sgp.math.quadrature import product_grid, spherical_radial
+from numpyro_sgp.posteriors.joint.effects import Loading
 from numpyro_sgp.posteriors.joint.formulas import Columns, Predictor
 from numpyro_sgp.posteriors.moments import standard_deviation
 
@@ -103,6 +105,12 @@ class _Latents(NamedTuple):
         return Columns(*(each[..., np.searchsorted(self.places, index)] for each in self.columns))
 
 
+def _flat(predictor: Predictor, variance: Array) -> tuple[Array, ...]:
+    """What `JointGaussian.posterior` asks for, of a predictor of any shape."""
+    c, index = predictor.loading
+    return predictor.k.reshape(predictor.k.shape[0], -1), variance.ravel(), c.ravel(), index.ravel()
+
+
 class JointExpectation:
     """Σ of the expectations of all terms that depend on the members of one joint Gaussian, and its divergence.
 
@@ -133,8 +141,8 @@ class JointExpectation:
         own = [name for name in latents if name not in group.gaussian]
 
         def terms(values: dict[str, Array]) -> dict[str, Array]:
-            w = {name: values[name] for name in latents}
-            constrained = {name: run.transforms[name](value) for name, value in w.items()}
+            w = {name: values[name] for name in group.dense}
+            constrained = run.values(w, None if group.effects is None else values[group.effects])
             trace = model_at({**{name: values[name] for name in group.sites}, **constrained})
             result = log_densities(trace, {name: run.transforms[name] for name in own}, w)
             sites = {name: site for name, site in trace.items() if site["type"] == "sample"}
@@ -144,11 +152,15 @@ class JointExpectation:
                     result[name] = scaled_log_prob(site) if site["is_observed"] else latent_term(trace, name)
             return {name: jnp.asarray(value) for name, value in result.items()}
 
-        start = {**means, **run.unflattened(run.gaussian.offset)}
+        start = {**means, **run.unflattened(run.gaussian.offset), **self._no_effects()}
         self.program: Program = traced(terms, start)
         members = {*group.sites, *latents}
         self.names = [name for name, number in self.program.outputs.items() if self.program.depends[number] & members]
         self.own = own
+
+    def _no_effects(self) -> dict[str, Array]:
+        effects = self.run.group.effects
+        return {} if effects is None else {effects: jnp.zeros(self.run.effect_shape, self.run.dtype)}
 
     def value(self, scale: ArrayLike | None) -> Array:
         """Σ E[log p(term)] + E[log p(w) − log r(w)] − KL(q(z) ‖ p(u) r(w)), r being the prior's stand-in.
@@ -162,7 +174,8 @@ class JointExpectation:
         # All columns that do not move with nodes share one factorisation.
         needed = run.places({*self.own, *(name for term in terms for name in term.nodes)})
         k, variance = gaussian.of_latents()
-        asked: list[tuple[Array, Array]] = [(k[:, needed], variance[needed])]
+        none = Loading(jnp.zeros(len(needed), variance.dtype), jnp.zeros(len(needed), int))
+        asked: list[tuple[Array, ...]] = [(k[:, needed], variance[needed], *none)]
         fixed: dict[tuple[str, int], tuple[Predictor, int]] = {}
         for term in terms:
             for root in term.roots:
@@ -170,14 +183,14 @@ class JointExpectation:
                     predictor = self._predictor(term, root, gaussian.offset)
                     fixed[term.name, root.number] = predictor, len(asked)
                     variance = predictor.prior_covariance(predictor)
-                    asked.append((predictor.k.reshape(predictor.k.shape[0], -1), variance.ravel()))
-        ends = np.cumsum([0, *(variance.shape[0] for _, variance in asked)])
+                    asked.append(_flat(predictor, variance))
+        ends = np.cumsum([0, *(each[1].shape[0] for each in asked)])
         # (Rows may lie on several devices: one array of them stays as it is.)
         filled = [each for each in asked if each[1].size] if len(asked) > 1 else asked
-        k, variance = (
+        k, variance, *loading = (
             filled[0] if len(filled) == 1 else (jnp.concatenate(parts, axis=-1) for parts in zip(*filled, strict=True))
         )
-        columns, kl = gaussian.posterior(k, variance)
+        columns, kl = gaussian.posterior(k, variance, Loading(*loading))
         latents = _Latents(needed, columns.take(0, int(ends[1]), (int(ends[1]),)))
         result = -kl
         if self.own:
@@ -211,6 +224,12 @@ class JointExpectation:
                 linear.append(latent)
                 roots = more
         nodes = tuple(latent for latent in latents if latent not in linear)
+        if self.run.group.effects in nodes:
+            msg = (
+                f"The effects {self.run.group.effects!r} enter the term {name!r} beside more than two linear "
+                "predictors. Use `joint=False`, or name the members of the joint posterior without them."
+            )
+            raise ValueError(msg)
         return _Term(name, roots, sites, tuple(linear), nodes)
 
     @staticmethod
@@ -270,15 +289,20 @@ class JointExpectation:
         run = self.run
         shapes = {site: (run.gaussian.spans[site][1], -1) for site in term.sites}
 
-        def of(f: dict[str, Array], w: Array) -> Array:
+        effects = run.group.effects
+
+        def of(f: dict[str, Array], w: Array, e: Array) -> Array:
             inputs = {site: f[site].reshape(self.means[site].shape) for site in term.sites} | run.unflattened(w)
+            if effects is not None:
+                inputs[effects] = e.reshape(run.effect_shape)
             return self.program.evaluate([root.number], inputs)[0]
 
         f = {site: self.means[site].reshape(shapes[site]) for site in term.sites}
         moving = np.zeros(run.num_latents)
         moving[run.places(term.linear)] = 1.0
         rows = {site: run.rows[site] for site in term.sites}
-        return run.gaussian.of_predictor(of, (f, w), rows, jnp.asarray(moving, w.dtype))
+        has_effects = effects in self.program.depends[root.number]
+        return run.gaussian.of_predictor(of, (f, w), rows, jnp.asarray(moving, w.dtype), has_effects=has_effects)
 
     def _integrate(
         self, term: _Term, known: Mapping[int, tuple[Predictor, Columns]], latents: _Latents, rng_key: Array
@@ -321,7 +345,7 @@ class JointExpectation:
     ) -> Array:
         """The expectation over the linear predictors, given the latents that have nodes."""
         gaussian, program = self.run.gaussian, self.program
-        inputs = {site: self.means[site] for site in term.sites} | self.run.unflattened(w)
+        inputs = {site: self.means[site] for site in term.sites} | self.run.unflattened(w) | self._no_effects()
         found = {}
         for root in term.roots:
             if root.number in known:
@@ -329,7 +353,8 @@ class JointExpectation:
                 continue
             predictor = self._predictor(term, root, w)
             variance = predictor.prior_covariance(predictor)
-            columns, _ = gaussian.posterior(predictor.k.reshape(predictor.k.shape[0], -1), variance.ravel())
+            k, flat, *loading = _flat(predictor, variance)
+            columns, _ = gaussian.posterior(k, flat, Loading(*loading))
             found[root.number] = predictor, columns.take(0, variance.size, root.shape)
         if not term.roots:
             return jnp.sum(program.evaluate([program.outputs[term.name]], inputs)[0])

@@ -29,6 +29,7 @@ from numpyro_sgp.math.linalg import matmul, matvec_transposed
 __all__ = [
     "AbstractSites",
     "DatumSites",
+    "EffectSites",
     "JointSites",
     "Perturbation",
     "Perturbed",
@@ -122,6 +123,30 @@ class TiedSites(AbstractSites):
 @dataclasses.dataclass(frozen=True)
 class JointSites(TiedSites):
     """Tied sites of one Gaussian over several GPs and other latents: the loss need not be convex in them together."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EffectSites(JointSites):
+    """Sums for the effects of groups beside those of `JointSites`: no two effects meet in one row of the data.
+
+    Args:
+        lambda1: Σ_i c_i g_i over the rows of each group, (G,); c_i is the coefficient of the effect in row i.
+        Lambda2: in the first column the precisions Σ_i β_i c_i², in the others Σ_i β_i c_i a_i, (G, 1 + M).
+        reference: as in `TiedSites`.
+    """
+
+    @classmethod
+    def zeros(
+        cls,
+        batch_shape: tuple[int, ...],
+        M: int,
+        dtype: jax.typing.DTypeLike,
+        reference: AbstractInducing | None = None,
+    ) -> Self:
+        """Sites that change nothing, for (G,) effects beside M numbers."""
+        lambda1, Lambda2 = np.zeros(batch_shape, dtype), np.zeros((*batch_shape, 1 + M), dtype)
+        return cls(jnp.asarray(lambda1), jnp.asarray(Lambda2), reference)
 
 
 @jax.tree_util.register_dataclass
@@ -258,7 +283,12 @@ _floored.defvjp(_floored_forward, _floored_backward)
 
 
 def perturb_marginals(
-    perturbed: Perturbed, a: Array | None, mean: Array, variance: Array, own_mean: Array | None = None
+    perturbed: Perturbed,
+    a: Array | None,
+    mean: Array,
+    variance: Array,
+    own_mean: Array | None = None,
+    extra: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
     """The marginals as functions of the perturbation, (m + δm, v + δv).
 
@@ -268,6 +298,7 @@ def perturb_marginals(
         mean: posterior means of the centred process, (..., N).
         variance: posterior variances, (..., N).
         own_mean: aᵀE[φ], the part of the mean that these sites make, (..., N), where the mean has other parts.
+        extra: what perturbations of other sites add to E[f] and to E[f²], (..., N), where they share the mean.
     """
     perturbation, m = perturbed.zero, jax.lax.stop_gradient(mean if own_mean is None else own_mean)
     if a is None:
@@ -278,6 +309,8 @@ def perturb_marginals(
         held = perturbation.epsilon1.shape[-1] > 0
         delta_mean = matvec_transposed(a, perturbation.epsilon1) if held else jnp.zeros_like(m)
         quadratic = _quadratic_at_zero(perturbation.epsilon2, a)
+    if extra is not None:
+        delta_mean, quadratic = delta_mean + extra[0], quadratic + extra[1]
     # In the shape of the marginals: what each of them contributes has a floor of its own.
     delta_variance = jnp.broadcast_to(quadratic - 2.0 * m * delta_mean, variance.shape)
     if perturbation.floor is not None:

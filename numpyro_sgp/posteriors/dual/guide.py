@@ -15,7 +15,7 @@ from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.sparse_regression import RegressionPosterior, started_sites
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
-from numpyro_sgp.guides.joint import Joint
+from numpyro_sgp.guides.members import Joint
 from numpyro_sgp.inducing import AbstractInducing
 from numpyro_sgp.math.linalg import matmul, matvec, solve_lower, with_jitter
 from numpyro_sgp.posteriors.dual.formulas import dual_dense, dual_per_datum, natural_mean_and_root

@@ -18,11 +18,12 @@ from jax.typing import ArrayLike
 
 from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.inducing import AbstractInducing
-from numpyro_sgp.math.linalg import matmul, matvec
+from numpyro_sgp.math.linalg import matmul, matvec, matvec_transposed, solve_lower
 from numpyro_sgp.posteriors.dual.formulas import natural_mean_and_root, natural_whitened
 from numpyro_sgp.posteriors.dual.tied import tied, tied_mean_and_root
-from numpyro_sgp.posteriors.moments import perturbed_moments, whiten
-from numpyro_sgp.posteriors.natural_parameters import Perturbed
+from numpyro_sgp.posteriors.joint.effects import Eliminated, Loading, eliminated
+from numpyro_sgp.posteriors.moments import whiten
+from numpyro_sgp.posteriors.natural_parameters import Perturbed, perturb_kl, perturb_marginals
 
 __all__ = ["Columns", "JointGaussian", "Rows", "gaussian_prior", "stacked"]
 
@@ -46,8 +47,10 @@ class Columns(NamedTuple):
         mean: of the centred predictors, (E,).
         variance: (E,).
         A: L⁻¹k, (D, E).
-        T: (D, E), with Cov(η) = prior covariance − AᵀA + TᵀT.
+        T: (D, E), with Cov(η | effects) = prior covariance − AᵀA + TᵀT.
         h: the vectors that the sites sum, (D, E).
+        coefficient: of the effect of a group in each of them, (E,).
+        index: which effect that is, (E,).
     """
 
     mean: Array
@@ -55,6 +58,13 @@ class Columns(NamedTuple):
     A: Array
     T: Array
     h: Array
+    coefficient: Array
+    index: Array
+
+    @property
+    def loading(self) -> Loading:
+        """The effect in each of them."""
+        return Loading(self.coefficient, self.index)
 
     def take(self, start: int, stop: int, shape: tuple[int, ...]) -> "Columns":
         """Some of them, in a shape of their own."""
@@ -71,6 +81,10 @@ class JointGaussian:
         K: prior covariance of z, (D, D).
         Kuv: Cov(z, z') with the variables that the sites refer to, (D, D); None where these are the same.
         inducing: the inducing variables by site.
+        effects: sites of the effects of groups, perturbed or not; None where all members are in z.
+        effect_unit: what the effects are multiples of, (G,): their prior standard deviations where sites stay fixed in
+            whitened variables, else 1.
+        effect_variance: prior variances in these units, (G,).
         offset: b, the prior mean of w, (P,).
         root: R with R Rᵀ = B, the prior covariance of w, (P, P).
         spans: where each site begins in z, with its number of latents and of inducing variables.
@@ -81,6 +95,9 @@ class JointGaussian:
     K: Array
     Kuv: Array | None
     inducing: dict[str, AbstractInducing]
+    effects: Any
+    effect_unit: Array
+    effect_variance: Array
     offset: Array
     root: Array
     spans: dict[str, tuple[int, int, int]] = dataclasses.field(metadata={"static": True})
@@ -91,30 +108,79 @@ class JointGaussian:
         """P, how many numbers w has."""
         return self.offset.shape[0]
 
-    def posterior(self, k: Array, variance: Array) -> tuple[Columns, Array]:
-        """Moments of linear predictors, and KL(q(z) ‖ p(z)).
+    def without_effects(self) -> Eliminated | None:
+        """The sites of q(z), effects integrated out."""
+        if self.effects is None:
+            return None
+        K, Kuv = (self.K, self.Kuv) if self.projected else (None, None)
+        return eliminated(value_of(self.value), value_of(self.effects), self.effect_variance, K, Kuv)
+
+    def posterior(self, k: Array, variance: Array, loading: Loading | None = None) -> tuple[Columns, Array]:
+        """Moments of linear predictors, and KL(q(z, e) ‖ p(z) p(e)).
 
         Args:
             k: prior covariances of z with the predictors, (D, E).
-            variance: prior variances of the predictors, (E,).
+            variance: prior variances of the predictors without the effects of groups, (E,).
+            loading: these effects; None for predictors without any.
         """
-        sites = value_of(self.value)
+        E = variance.shape[0]
+        if loading is None:
+            loading = Loading(jnp.zeros_like(variance), jnp.zeros(E, int))
+        sites, rest = value_of(self.value), self.without_effects()
+        lambda1, Lambda2 = (sites.lambda1, sites.Lambda2) if rest is None else (rest.lambda1, rest.Lambda2)
+        moved = None  # the sites re-expressed at the current inducing variables
         if self.projected:
-            q = tied("projection", sites.lambda1, sites.Lambda2, self.K, k, variance, self.Kuv)
+            if rest is not None:
+                k, variance = rest.loaded(k, variance, loading)
+            q = tied("projection", lambda1, Lambda2, self.K, k, variance, self.Kuv)
             moments, h = q.moments, jax.lax.stop_gradient(q).projections()
-            if isinstance(self.value, Perturbed):
-                if self.value.zero.transported is not None:
-                    lambda1, Lambda2 = jax.lax.stop_gradient(q).projected_sites()
-                    sites = dataclasses.replace(sites, lambda1=lambda1, Lambda2=Lambda2, reference=self.inducing)
-                moments = perturbed_moments(self.value, h, moments, sites)
+            if isinstance(self.value, Perturbed) and self.value.zero.transported is not None:
+                moved = jax.lax.stop_gradient(q).projected_sites()
         else:
-            _, h = whiten(self.K, k)
-            moments = natural_whitened(sites.lambda1, sites.Lambda2, h, variance)
-            if isinstance(self.value, Perturbed):
-                moments = perturbed_moments(self.value, h, moments)
-        T = moments.posterior_root
+            A = whiten(self.K, k)[1]
+            if rest is not None:
+                A, variance = rest.loaded(A, variance, loading)
+            moments, h = natural_whitened(lambda1, Lambda2, A, variance), A
+        mean, variance, kl, A, T = moments[:5]
         assert T is not None
-        return Columns(moments.mean, moments.variance, moments.prior_root, T, jax.lax.stop_gradient(h)), moments.kl
+        if rest is not None:
+            c, g = loading
+            share = c / rest.precision[g]
+            kl = kl + rest.divergence(self.effect_variance, mean[E:], T[:, E:])
+            mean, variance, T = mean[:E] + share * rest.linear[g], variance[:E], T[:, :E]
+            A, h = A[:, :E] + share * A[:, E:][:, g], h[:, :E] + share * rest.C[:, g]
+        h = jax.lax.stop_gradient(h)
+        if isinstance(self.value, Perturbed):
+            mean, variance, kl = self._perturbed(mean, variance, kl, h, loading, moved, rest)
+        return Columns(mean, variance, A, T, h, *loading), kl
+
+    def _perturbed(
+        self,
+        mean: Array,
+        variance: Array,
+        kl: Array,
+        h: Array,
+        loading: Loading,
+        moved: tuple[Array, Array] | None,
+        rest: Eliminated | None,
+    ) -> tuple[Array, Array, Array]:
+        """The moments as functions of a perturbation of the expectation parameters; values unchanged at zero."""
+        sites, effects = value_of(self.value), value_of(self.effects)
+        rest = jax.lax.stop_gradient(rest)
+        if moved is not None:
+            lambda1, Lambda2 = moved if rest is None else rest.restored(*moved)
+            sites = dataclasses.replace(sites, lambda1=lambda1, Lambda2=Lambda2, reference=self.inducing)
+        kl = perturb_kl(self.value.zero, sites, kl)
+        extra = None
+        if rest is not None:
+            if moved is not None:
+                both = jnp.concatenate([effects.Lambda2[:, :1], rest.C.T], axis=-1)
+                effects = dataclasses.replace(effects, Lambda2=both, reference=self.inducing)
+            kl = perturb_kl(self.effects.zero, effects, kl)
+            (c, g), zero = jax.lax.stop_gradient(loading), self.effects.zero
+            quadratic = c * c * zero.epsilon2[g, 0] + c * jnp.sum(h * zero.epsilon2[g, 1:].T, axis=0)
+            extra = c * zero.epsilon1[g], quadratic
+        return *perturb_marginals(self.value, h, mean, variance, extra=extra), kl
 
     def covariance(self, one: Columns, other: Columns, prior: ArrayLike) -> Array:
         """Cov(η, η') of predictors whose axes broadcast.
@@ -122,27 +188,61 @@ class JointGaussian:
         Args:
             one: predictors η.
             other: predictors η'.
-            prior: their prior covariance.
+            prior: their prior covariance without the effects of groups.
         """
         result = jnp.asarray(prior) - jnp.sum(one.A * other.A, axis=0) + jnp.sum(one.T * other.T, axis=0)
+        both = jnp.where(one.index == other.index, one.coefficient * other.coefficient, 0.0)
+        if self.effects is not None:
+            precision = 1.0 / self.effect_variance + value_of(self.effects).Lambda2[:, 0]
+            result = result + both / precision[one.index]
         if not isinstance(self.value, Perturbed):
             return result
+        both, one, other = jax.lax.stop_gradient((both, one, other))
         epsilon1, epsilon2 = self.value.zero.epsilon1, self.value.zero.epsilon2
-        first, second = jax.lax.stop_gradient((one.mean, other.mean))
         # Symmetric, so that its gradient is.
         moved = jnp.tensordot(0.5 * (epsilon2 + epsilon2.T), other.h, axes=1)
-        result = result + jnp.sum(one.h * moved, axis=0)
-        return (
-            result - first * jnp.tensordot(epsilon1, other.h, axes=1) - second * jnp.tensordot(epsilon1, one.h, axes=1)
-        )
+        second = jnp.sum(one.h * moved, axis=0)
+        first = [jnp.tensordot(epsilon1, each.h, axes=1) for each in (one, other)]
+        if self.effects is not None:
+            zero = self.effects.zero
+            first = [
+                value + each.coefficient * zero.epsilon1[each.index]
+                for value, each in zip(first, (one, other), strict=True)
+            ]
+            crossed = [
+                a.coefficient * jnp.sum(b.h * jnp.moveaxis(zero.epsilon2[a.index, 1:], -1, 0), axis=0)
+                for a, b in ((one, other), (other, one))
+            ]
+            second = second + 0.5 * (crossed[0] + crossed[1]) + both * zero.epsilon2[one.index, 0]
+        return result + second - one.mean * first[1] - other.mean * first[0]
 
-    def whitened(self) -> tuple[Array, Array, Array]:
-        """L with L Lᵀ = K, and mean (D,) and root (D, D) of the covariance of L⁻¹z."""
-        sites = value_of(self.value)
+    def whitened(self, effects: Array | None = None) -> tuple[Array, Array, Array]:
+        """L with L Lᵀ = K, and mean (D,) and root (D, D) of the covariance of L⁻¹z.
+
+        Args:
+            effects: the effects of groups in their units, (G,), for z given these; None for z alone.
+        """
+        sites, rest = value_of(self.value), self.without_effects()
+        lambda1, Lambda2 = sites.lambda1, sites.Lambda2
+        if effects is not None:
+            lambda1 = lambda1 - matvec_transposed(value_of(self.effects).Lambda2[:, 1:], effects)
+        elif rest is not None:
+            lambda1, Lambda2 = rest.lambda1, rest.Lambda2
         if self.projected:
-            return tied_mean_and_root("projection", sites.lambda1, sites.Lambda2, self.K, self.Kuv)
+            return tied_mean_and_root("projection", lambda1, Lambda2, self.K, self.Kuv)
         L, _ = whiten(self.K, self.K[:, :0])
-        return L, *natural_mean_and_root(sites.lambda1, sites.Lambda2)
+        return L, *natural_mean_and_root(lambda1, Lambda2)
+
+    def effects_given(self, L: Array) -> tuple[Array, Array, Array]:
+        """The effects given v = L⁻¹z, in their units: E[e_g] = intercept_g − slope_gᵀv, and their precision.
+
+        Returns:
+            The intercepts, (G,), the slopes, (D, G), and the precisions, (G,).
+        """
+        rest = self.without_effects()
+        assert rest is not None
+        slope = solve_lower(L, rest.V) if self.projected else rest.C
+        return rest.linear / rest.precision, slope / rest.precision, rest.precision
 
     def of_latents(self) -> tuple[Array, Array]:
         """The columns (D, P) and prior variances (P,) of w itself."""
@@ -160,30 +260,35 @@ class JointGaussian:
 
     def of_predictor(
         self,
-        predictor: Callable[[dict[str, Array], Array], Array],
+        predictor: Callable[[dict[str, Array], Array, Array], Array],
         at: tuple[dict[str, Array], Array],
         rows: Mapping[str, Rows],
         moving: Array,
+        *,
+        has_effects: bool,
     ) -> "Predictor":
         """The columns of an affine predictor η(f, w), whatever its coefficients are.
 
         Each row of Cov(u, f) is pushed through the linear part of η, which gives Cov(u, η).
 
         Args:
-            predictor: η as a function of values of f by site, (C, N) each, and of w; each entry depends on one row of
-                each latent.
+            predictor: η as a function of values of f by site, (C, N) each, of w, and of the effects of groups in their
+                units, (G,);
+                each entry depends on one row of each latent and on one effect.
             at: where to linearise.
             rows: the sites that it depends on.
             moving: 1 for each number of w that it is affine in, 0 for those that are fixed, (P,).
+            has_effects: whether it depends on effects of groups.
         """
         f, w = at
-        value = predictor(f, w)
+        e = jnp.zeros_like(self.effect_variance)
+        value = predictor(f, w, e)
         D, dtype = self.K.shape[0], self.K.dtype
         k, parts = jnp.zeros((D, *value.shape), dtype), []
         for site, (Kuf, kff) in rows.items():
 
             def push(tangent: Array, site: str = site) -> Array:
-                return jax.jvp(lambda own: predictor({**f, site: own}, w), (f[site],), (tangent,))[1]
+                return jax.jvp(lambda own: predictor({**f, site: own}, w, e), (f[site],), (tangent,))[1]
 
             start, C, M = self.spans[site]
             one_hot = jnp.eye(C, dtype=Kuf.dtype)[:, :, None]
@@ -192,12 +297,21 @@ class JointGaussian:
             shape = (C, C, kff.shape[-1])
             parts.append((jax.vmap(push)(jnp.broadcast_to(one_hot, shape)), jax.vmap(push)(one_hot * kff[:, None, :])))
         if self.num_latents:
-            pushed = jax.vmap(lambda tangent: jax.jvp(lambda w: predictor(f, w), (w,), (tangent,))[1])(
+            pushed = jax.vmap(lambda tangent: jax.jvp(lambda w: predictor(f, w, e), (w,), (tangent,))[1])(
                 (self.root * moving[:, None]).T
             )
             k = k.at[D - self.num_latents :].set(jnp.tensordot(self.root, pushed, axes=1))
             parts.append((pushed, pushed))
-        return Predictor(value, k, parts)
+        if not has_effects:
+            return Predictor(value, k, parts, Loading(jnp.zeros_like(value), jnp.zeros(value.shape, int)))
+
+        def along(tangent: Array) -> Array:
+            return jax.jvp(lambda e: predictor(f, w, e), (e,), (tangent,))[1]
+
+        # One effect in each entry: its number is what the coefficient multiplies.
+        c = along(jnp.ones_like(e))
+        numbered = along(jnp.arange(e.shape[0], dtype=e.dtype)) / jnp.where(c == 0.0, 1.0, c)
+        return Predictor(value, k, parts, Loading(c, jnp.rint(jax.lax.stop_gradient(numbered)).astype(int)))
 
 
 class Predictor(NamedTuple):
@@ -206,15 +320,18 @@ class Predictor(NamedTuple):
     Attributes:
         value: (...).
         k: prior covariances with z, (D, ...).
-        parts: pairs of coefficients and of coefficients times prior variances, of independent variables.
+        parts: pairs of coefficients and of coefficients times prior variances, of independent variables other than
+            effects of groups.
+        loading: the effect in each entry.
     """
 
     value: Array
     k: Array
     parts: list[tuple[Array, Array]]
+    loading: Loading
 
     def prior_covariance(self, other: "Predictor") -> Array:
-        """Of predictors whose axes broadcast."""
+        """Of predictors whose axes broadcast, without effects of groups."""
         pairs = zip(self.parts, other.parts, strict=True)
         return jnp.asarray(sum(jnp.sum(one[0] * another[1], axis=0) for one, another in pairs))
 

@@ -12,7 +12,7 @@ from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_regression import RegressionPosterior, started_mean_and_root, started_sites
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
-from numpyro_sgp.guides.joint import Joint
+from numpyro_sgp.guides.members import Joint
 from numpyro_sgp.inducing import AbstractInducing, GrowingInducing
 from numpyro_sgp.math.linalg import solve_lower
 from numpyro_sgp.posteriors.dual.formulas import natural_mean_and_root, natural_whitened

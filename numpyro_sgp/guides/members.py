@@ -1,0 +1,400 @@
+"""Which GP sites and latents get one joint Gaussian.
+
+The model is run once with its GP sites at zero and its latents at a draw of the prior. The traced program tells which
+latents each term depends on, which priors are Gaussian, and which effects of groups can be eliminated.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+import contextlib
+import dataclasses
+from typing import Any
+import warnings
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from numpyro import distributions as dist
+from numpyro import handlers
+from numpyro.distributions import biject_to
+from numpyro.distributions.util import scale_and_mask, sum_rightmost
+from numpyro.primitives import Messenger
+
+from numpyro_sgp._internal.predictors import Program, traced
+from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
+from numpyro_sgp.distributions.gaussian_process import GaussianProcess
+from numpyro_sgp.distributions.traces import Trace, scaled_log_prob
+from numpyro_sgp.distributions.wrappers import unwrap
+from numpyro_sgp.guides.handlers import Alone, CheckedPlates, GivenGaussianProcesses, clear_errors
+from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
+
+__all__ = [
+    "Group",
+    "Joint",
+    "again",
+    "checked_joint",
+    "find_groups",
+    "first_run",
+    "log_densities",
+    "summed",
+    "transforms_of",
+]
+
+Joint = bool | str | tuple[str, ...]
+
+# Gaussian where they are unconstrained.
+_GAUSSIAN = (dist.Normal, dist.MultivariateNormal, dist.LogNormal)
+# Latents that are many beside the inducing variables make a step slower: their block is dense.
+_MOST_LATENTS = 1000
+# Effects of groups of which each row has one are eliminated one by one, which pays from here on.
+_FEWEST_EFFECTS, _MOST_EFFECTS = 16, 100_000
+
+
+def checked_joint(joint: Any) -> Joint:
+    """The argument `joint` of a guide, names as a tuple."""
+    if joint is False or joint == "auto":
+        return joint
+    if isinstance(joint, tuple | list) and joint and all(isinstance(name, str) for name in joint):
+        return tuple(joint)
+    msg = f'`joint` must be "auto", False or a tuple of names of sites, got {joint!r}. "auto" is the default.'
+    raise ValueError(msg)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """GP sites and latents with one joint Gaussian.
+
+    Attributes:
+        sites: the GP sites.
+        latents: the other latents, in the order of the model.
+        gaussian: those of them whose prior is jointly Gaussian where they are unconstrained, given the hyperparameters.
+        scaled: those that the model multiplies by another latent, each with that scale. Their product is the member, as
+            if the effects had been written centred, and the scale is left to the base guide.
+        effects: the one of the latents of which each row of the data looks at one number, with a block of its own.
+    """
+
+    sites: tuple[str, ...]
+    latents: tuple[str, ...]
+    gaussian: tuple[str, ...]
+    scaled: tuple[tuple[str, str], ...] = ()
+    effects: str | None = None
+
+    @property
+    def dense(self) -> tuple[str, ...]:
+        """The latents whose block is dense."""
+        return tuple(name for name in self.latents if name != self.effects)
+
+
+# Runs of the model at given values.
+
+
+def first_run(model: Callable[[], Any], *inner: Messenger) -> Trace:
+    """A run of the model that nobody outside sees, with parameters from outside and draws of the prior elsewhere.
+
+    Args:
+        model: with its arguments given.
+        inner: handlers inside, which give values.
+    """
+    hidden = handlers.block(hide_fn=lambda msg: msg["type"] in ("sample", "deterministic", "plate"))
+    with clear_errors(), numpyro.validation_enabled(False), contextlib.ExitStack() as stack:
+        stack.enter_context(hidden)
+        trace = stack.enter_context(handlers.trace())
+        stack.enter_context(handlers.seed(rng_seed=0))
+        stack.enter_context(CheckedPlates())
+        for handler in inner:
+            stack.enter_context(handler)
+        model()
+    return trace
+
+
+def again(model: Callable[[], Any], trace: Trace, values: Mapping[str, Any]) -> Trace:
+    """The same run at other values of some sites."""
+    given = {
+        name: jax.tree.map(lambda x: x, site["value"])
+        for name, site in trace.items()
+        if site["type"] in ("param", "mutable")
+    }
+    replayed: Any = {
+        name: {**site, "value": values[name]} if name in values else site
+        for name, site in trace.items()
+        if site["type"] != "deterministic"
+    }
+    run = handlers.substitute(handlers.seed(handlers.replay(model, replayed), rng_seed=0), data=given)
+    with Alone(), numpyro.validation_enabled(False):
+        return handlers.trace(run).get_trace()
+
+
+def transforms_of(trace: Trace, latents: Collection[str]) -> dict[str, Any]:
+    """From unconstrained values to those of each latent."""
+    return {name: biject_to(trace[name]["fn"].support) for name in latents}
+
+
+def log_densities(trace: Trace, transforms: Mapping[str, Any], w: Mapping[str, Array]) -> dict[str, Array]:
+    """Log densities of latents in unconstrained space, entry by entry of their batch shape."""
+    found = {}
+    for name, transform in transforms.items():
+        value = transform(w[name])
+        log_prob = scaled_log_prob(trace[name])
+        log_det = summed(transform.log_abs_det_jacobian(w[name], value), jnp.ndim(log_prob))
+        found[name] = log_prob + scale_and_mask(log_det, trace[name]["scale"])
+    return found
+
+
+# What is joint.
+
+
+def _is_eligible(name: str, trace: Trace) -> bool:
+    site = trace[name]
+    fn, support = site["fn"], site["fn"].support
+    if site.get("_control_flow_done") or site["infer"].get("is_auxiliary") or support is None or support.is_discrete:
+        return False
+    if isinstance(fn, dist.MaskedDistribution) or isinstance(unwrap(fn), dist.Delta):
+        return False
+    sizes = {msg["name"]: msg["args"][0] for msg in trace.values() if msg["type"] == "plate"}
+    return all(sizes.get(frame.name, frame.size) == frame.size for frame in site["cond_indep_stack"])
+
+
+def _program(model: Callable[[], Any], trace: Trace, gps: list[str], latents: list[str]) -> Program:
+    """Terms ("term"), priors ("prior") and kernels and means of GP sites ("gp") as functions of f and w."""
+    transforms = transforms_of(trace, latents)
+    start = {name: jnp.asarray(trace[name]["value"]) for name in gps}
+    start |= {name: jnp.asarray(transforms[name].inv(trace[name]["value"])) for name in latents}
+
+    def run(values: dict[str, Array]) -> dict[str, Array]:
+        w = {name: values[name] for name in latents}
+        constrained = {name: transforms[name](value) for name, value in w.items()}
+        found = again(model, trace, {**{name: values[name] for name in gps}, **constrained})
+        result = {f"prior {name}": value for name, value in log_densities(found, transforms, w).items()}
+        result |= {f"value {name}": jnp.asarray(value) for name, value in constrained.items()}
+        for name in latents:
+            fn: Any = unwrap(found[name]["fn"])
+            if isinstance(fn, _GAUSSIAN):
+                scale = fn.scale_tril if isinstance(fn, dist.MultivariateNormal) else fn.scale
+                result |= {f"loc {name}": jnp.asarray(fn.loc), f"scale {name}": jnp.asarray(scale)}
+        for name in gps:
+            gp: Any = unwrap(found[name]["fn"])
+            parts = (gp.X, gp.prior_mean, gp.kernel(gp.X), gp.kernel(gp.X[:1], gp.X))
+            result |= {f"gp {name} {number}": jnp.asarray(part) for number, part in enumerate(parts)}
+        for name, site in found.items():
+            if site["type"] == "sample" and site["is_observed"]:
+                result[f"term {name}"] = jnp.asarray(scaled_log_prob(site))
+        return result
+
+    return traced(run, start)
+
+
+def find_groups(
+    model: Callable[[], Any],
+    joint: Joint,
+    candidates: Collection[str],
+    family: Callable[[str], AbstractPosteriorFamily],
+) -> tuple[Group, ...]:
+    """The groups of GP sites and latents that meet in terms of the model.
+
+    Args:
+        model: the model, with its arguments given.
+        joint: what the user asked for.
+        candidates: the latents that may be members.
+        family: the posterior family of a GP site.
+
+    Raises:
+        ValueError: names in `joint` that cannot be joint.
+    """
+    if joint is False:
+        return ()
+    trace = first_run(model, GivenGaussianProcesses(0.0))
+    if not any(name in trace for name in candidates) and _count_of_gps(trace) < 2:
+        return ()
+    samples = {name: site for name, site in trace.items() if site["type"] == "sample" and not site["is_observed"]}
+    gps = [name for name, site in samples.items() if isinstance(unwrap(site["fn"]), GaussianProcess)]
+    if not gps or any(site.get("_control_flow_done") for name, site in samples.items() if name in gps):
+        return ()
+    latents = [name for name in samples if name not in gps and _is_eligible(name, trace)]
+    latents = [name for name in latents if name in candidates]
+    program = _program(model, trace, gps, latents)
+    depends = {name: program.depends[number] for name, number in program.outputs.items()}
+    terms = {name: found for name, found in depends.items() if name.startswith("term ")}
+    of_gps = {name: [depends[f"gp {name} {number}"] for number in range(4)] for name in gps}
+    parents = frozenset().union(*(found for parts in of_gps.values() for found in parts))
+    kinds = {name: family(name).joins for name in gps}
+    members = [name for name in gps if name not in parents and not frozenset().union(*of_gps[name]).intersection(gps)]
+    able = [name for name in members if kinds[name] is not None]
+    inside = [name for name in latents if name not in parents and not depends[f"prior {name}"].intersection(gps)]
+    if joint == "auto":
+        _warn_of_families(terms, [name for name in members if kinds[name] is None], inside, family)
+    named = None if joint == "auto" else _checked_names(joint, able, inside, terms, gps)
+    if named is not None:
+        able, inside = [name for name in able if name in named], [name for name in inside if name in named]
+    groups = []
+    for sites, found in _components(terms, able, inside):
+        group = _group(program, depends, sites, found, inside, latents)
+        beside = frozenset().union(*(term for term in terms.values() if term.intersection(sites))).intersection(gps)
+        if beside - set(able) or len({kinds[site] for site in group.sites}) > 1:
+            if named is not None:
+                msg = (
+                    f"`joint` names the GP sites {list(group.sites)}, whose posterior families hold their parameters "
+                    "in different ways. Give them one family."
+                )
+                raise ValueError(msg)
+            continue
+        group = dataclasses.replace(group, effects=_effects(program, depends, trace, group))
+        size = sum(int(np.size(trace[name]["value"])) for name in group.dense)
+        if size > _MOST_LATENTS and named is None:
+            warnings.warn(_too_many(group, size), UserWarning, stacklevel=2)
+            continue
+        if len(group.sites) + len(group.latents) > 1:
+            groups.append(group)
+    return tuple(groups)
+
+
+def _count_of_gps(trace: Trace) -> int:
+    return sum(isinstance(unwrap(site["fn"]), GaussianProcess) for site in trace.values() if site["type"] == "sample")
+
+
+def _checked_names(
+    joint: Joint, able: list[str], inside: list[str], terms: Mapping[str, frozenset[str]], gps: list[str]
+) -> frozenset[str]:
+    assert isinstance(joint, tuple)
+    named = frozenset(joint)
+    unknown = sorted(named - set(able) - set(inside))
+    if unknown:
+        msg = (
+            f"`joint` names {unknown}, which cannot be in a joint Gaussian with the GP sites. Those that can are "
+            f"{sorted([*able, *inside])}: continuous latents that no kernel depends on."
+        )
+        raise ValueError(msg)
+    for term, found in terms.items():
+        beside = sorted(found.intersection(gps) - named)
+        if beside and found & named:
+            msg = f"`joint` leaves out {beside}, on which the term {term[5:]!r} depends too. Name all of its GP sites."
+            raise ValueError(msg)
+    return named
+
+
+def _warn_of_families(
+    terms: Mapping[str, frozenset[str]],
+    unable: list[str],
+    inside: list[str],
+    family: Callable[[str], AbstractPosteriorFamily],
+) -> None:
+    for name in unable:
+        found = sorted({latent for term in terms.values() if name in term for latent in term.intersection(inside)})
+        if found:
+            msg = (
+                f"The posterior of the GP site {name!r}, {type(family(name)).__name__}, takes it to be independent "
+                f"of {found}, which meet it in terms of the model: the intervals of both are too narrow. Use tied "
+                "sites or natural parameters, or pass `joint=False` if this is meant."
+            )
+            warnings.warn(msg, UserWarning, stacklevel=2)
+
+
+def _too_many(group: Group, size: int) -> str:
+    return (
+        f"The latents {list(group.dense)} have {size} numbers, too many for a joint Gaussian with the GP sites "
+        f"{list(group.sites)}: the posterior takes them to be independent of these, and its intervals are too narrow. "
+        "Name the members that matter most with `joint=(...)`."
+    )
+
+
+def _components(
+    terms: Mapping[str, frozenset[str]], able: list[str], inside: list[str]
+) -> Iterator[tuple[list[str], set[str]]]:
+    """GP sites that share terms, directly or through others and through latents, and the latents in these terms."""
+    left = [set(found) & {*able, *inside} for found in terms.values() if found & set(able)]
+    while left:
+        component = left.pop(0)
+        while touching := [one for one in left if one & component]:
+            component = component.union(*touching)
+            left = [one for one in left if one not in touching]
+        yield [name for name in able if name in component], component & set(inside)
+
+
+def _group(
+    program: Program,
+    depends: Mapping[str, frozenset[str]],
+    sites: list[str],
+    found: set[str],
+    inside: list[str],
+    latents: list[str],
+) -> Group:
+    """Adds the latents that the prior means of others are made of, as the mean of group effects."""
+    while True:
+        parents = {
+            parent
+            for name in found
+            for parent in (depends[f"prior {name}"] & set(inside)) - found
+            if _is_gaussian(program, name, [name, parent]) and _is_gaussian(program, parent, [name, parent])
+        }
+        if not parents:
+            break
+        found = found | parents
+    names = [name for name in latents if name in found]
+    gaussian = [name for name in names if _is_gaussian(program, name, names)]
+    while closed := [name for name in gaussian if (depends[f"prior {name}"] & found) - set(gaussian)]:
+        gaussian = [name for name in gaussian if name not in closed]
+    scaled = _scaled(program, names, gaussian)
+    left = {scale for _, scale in scaled}
+    names, gaussian = ([name for name in each if name not in left] for each in (names, gaussian))
+    return Group(tuple(sites), tuple(names), tuple(gaussian), scaled)
+
+
+def _effects(program: Program, depends: Mapping[str, frozenset[str]], trace: Trace, group: Group) -> str | None:
+    """The largest latent with independent normal numbers of which each row of the data looks at one."""
+
+    def apart(number: int, name: str) -> Dependence:
+        def of(e: Array) -> Array:
+            start = program.starts[name]
+            return program.evaluate([number], {**program.starts, name: e.reshape(start.shape)})[0]
+
+        return row_dependence(of, program.starts[name].ravel())
+
+    def is_apart(name: str) -> bool:
+        for term, found in depends.items():
+            if name not in found or term == f"prior {name}" or not term.startswith(("term ", "prior ")):
+                continue
+            if term.startswith("prior "):
+                return False
+            roots = program.roots(term, [*group.sites, *group.latents])
+            if apart(program.outputs[term], name) is Dependence.COUPLED:
+                return False
+            if any(apart(root, name) > Dependence.ONE for root in roots):
+                return False
+        return True
+
+    sizes = {name: program.starts[name].size for name in group.gaussian}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        fn = unwrap(trace[name]["fn"])
+        if _FEWEST_EFFECTS <= sizes[name] <= _MOST_EFFECTS and isinstance(fn, dist.Normal) and is_apart(name):
+            return name
+    return None
+
+
+def _scaled(program: Program, names: list[str], gaussian: list[str]) -> tuple[tuple[str, str], ...]:
+    """The Gaussian latents that all terms know times another one only, where no term knows that one otherwise."""
+    terms = [output for output in program.outputs if output.startswith("term ")]
+    values = {program.origin(program.outputs[f"value {name}"]): name for name in names}
+    found = {}
+    for name in gaussian:
+        factor, products = program.factor(name, terms)
+        if factor in values and values[factor] != name:
+            found[name] = values[factor], products
+    known = program.depends_given({number: frozenset({name}) for name, each in found.items() for number in each[1]})
+    seen = frozenset().union(*(known[term] for term in terms)) | frozenset(
+        parent for name in names for parent in program.depends[program.outputs[f"prior {name}"]] - {name}
+    )
+    return tuple((name, scale) for name, (scale, _) in found.items() if scale not in seen)
+
+
+def _is_gaussian(program: Program, name: str, variable: list[str]) -> bool:
+    """Whether the prior of a latent is Gaussian with a mean that is affine in some latents, and a fixed covariance."""
+    if f"loc {name}" not in program.outputs:
+        return False
+    if program.depends[program.outputs[f"scale {name}"]] & set(variable):
+        return False
+    return program.is_affine(f"loc {name}", variable)
+
+
+def summed(x: Array, batch_ndim: int) -> Array:
+    """The sum over the event axes of a log density, which has so many batch axes."""
+    return sum_rightmost(x, max(jnp.ndim(x) - batch_ndim, 0))
