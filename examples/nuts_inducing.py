@@ -1,7 +1,7 @@
 """Coal-mining disasters again: NUTS over 30 inducing variables against SVI with a t-SVGP guide.
 
-One model, written once. `InducingReparam` gives NUTS a few standard normal variables instead of 333 correlated ones. The
-guide gives SVI a Gaussian over the same variables. The remaining difference is mostly the error of that Gaussian.
+One model, written once. `InducingReparam` gives NUTS a few standard normal variables instead of 333 correlated ones.
+The guide gives SVI a Gaussian over the same variables. The remaining difference is mostly the error of that Gaussian.
 
     python examples/nuts_inducing.py [--smoke] [--output nuts_inducing.png]
 """

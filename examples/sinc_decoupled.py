@@ -1,4 +1,4 @@
-"""Sinc function with 500 noisy values: three models, with few inducing inputs, with many for the mean alone, and with many.
+"""Sinc function with 500 noisy values: few inducing inputs, many for the mean alone, and many for both.
 
 The example of Cheng and Boots (2017), figure 1. The bases of the second model are not chosen in advance: they grow from
 minibatches. Prints the error, the bound and the spread of each, and writes a figure of the three predictions.
