@@ -1,6 +1,7 @@
 """Configuration of the documentation: `python -m sphinx -W docs docs/_build`."""
 
 from importlib.metadata import version as installed_version
+import os
 from pathlib import Path
 import sys
 
@@ -25,6 +26,8 @@ default_role = "code"  # docstrings mark code with single backticks
 
 html_theme = "furo"
 html_title = f"numpyro_sgp {release}"
+html_static_path = ["_static"]
+html_css_files = ["style.css"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the signature has them; docstrings give shapes
@@ -41,6 +44,7 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_merge_streams = True
+os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm in a kernel without widgets would print its path
 
 # The build fails when a name in `__all__` of one of these, or of a module in it, is not documented on any page.
 public_names_modules = ["numpyro_sgp"]

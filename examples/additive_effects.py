@@ -1,7 +1,7 @@
 """An additive model of counts: two smooth effects, and an effect of rain that changes over the years.
 
-Daily bicycle hires, y ~ Poisson(exp(level + f1(season) + f2(temperature) + β(time) · rain)), simulated, so that what is
-recovered can be compared with the truth. Three processes are three sample statements.
+Daily bicycle hires, y ~ Poisson(exp(level + f1(season) + f2(temperature) + β(time) · rain)). They are simulated, so
+the estimates can be compared with the truth. The three processes are three sample statements.
 
     python examples/additive_effects.py [--smoke] [--output additive_effects.png]
 """

@@ -1,7 +1,7 @@
-"""Two classes in the plane (the banana set), by t-SVGP, beside natural-gradient SVGP.
+"""Two classes in the plane (the banana set): t-SVGP and natural-gradient SVGP.
 
-Draws the posterior probability of a class; the bound as the kernel's variance moves away from where the E-step was,
-with what each guide keeps fixed meanwhile; and the bound over EM iterations (after Adam et al., 2021).
+Draws the posterior probability of a class, the bound that each guide sees in an M-step against the kernel's variance,
+and the bound over EM iterations (after Adam et al., 2021).
 
     python examples/banana_classification.py [--smoke] [--output banana_classification.png]
 """

@@ -1,7 +1,7 @@
 """Linear coregionalisation: three outputs that are mixtures of two latent processes; one of them has a gap.
 
-Where a sensor was down, what the others measured says what it would have shown. Compared with a process of its own for
-each output, by the predictions of the values that are missing.
+While one sensor was down, the others still measured, and the model predicts the missing values from these. The script
+compares its predictions with those of a separate process for each output.
 
     python examples/coregionalisation.py [--smoke] [--output coregionalisation.png]
 """

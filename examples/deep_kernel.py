@@ -1,7 +1,7 @@
-"""A deep kernel: inputs go through a small network before they are compared.
+"""A deep kernel: a kernel on the features of a small network.
 
-A function with a jump and a lengthscale that changes, against the same GP without the network, on held-out data; and a
-function that the plain kernel is made for, where the network has nothing to offer.
+Compares it with the same GP without the network, on held-out data, for two functions: one with a jump and a lengthscale
+that changes, and one drawn from the plain kernel, where the network cannot help.
 
     python examples/deep_kernel.py [--smoke] [--output deep_kernel.png]
 """
@@ -83,7 +83,7 @@ def fitted(deep: bool, num_steps: int):
     """A compiled function from data to parameters and final bound, and the guide."""
     conditional = partial(model, deep=deep)
     guide = sgp.AutoTSVGP(conditional, inducing=np.linspace(-1.5, 1.5, 40)[:, None])
-    # The weights start slowly: before the sites have settled, their gradient leads nowhere.
+    # The weights start slowly: before the sites have converged, their gradient is not useful.
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, num_steps // 10, num_steps)
     svi = SVI(conditional, guide, sgp.NaturalGradient(0.5, others=optax.adam(schedule)), sgp.QuadratureELBO())
     run = jax.jit(lambda key, X, y: svi.run(key, num_steps, X, y, progress_bar=False))

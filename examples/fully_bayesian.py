@@ -1,7 +1,7 @@
 """Fifteen counts: hyperparameters by type-II maximum likelihood, with a Gaussian posterior, and sampled by NUTS.
 
-With few data the hyperparameters are uncertain, and bands that take them as known are too narrow. The same model is
-fitted three times; then, over data sets simulated from it, intervals are counted that hold the truth.
+With few data the hyperparameters are uncertain, and bands that take them as known are too narrow. The script fits the
+same model three times. Then it simulates data sets and counts how many intervals hold the truth.
 
     python examples/fully_bayesian.py [--smoke] [--output fully_bayesian.png]
 """

@@ -1,8 +1,8 @@
-"""Effects of groups beside a Gaussian process: twelve sites with a common trend, in a hierarchical model.
+"""Group effects and a Gaussian process: twelve sites with a common trend, in a hierarchical model.
 
-Each site was observed over some weeks only, so its average mixes up the site with its weeks. The effects of the sites
-are ordinary latents beside the process, and have a joint posterior with it. They are compared with averages, with NUTS
-and with the simulated truth.
+Each site was observed in some weeks only, so its average confuses the site with the weeks. The effects of the sites are
+ordinary latents, with one joint posterior with the process. The script compares them with averages, with NUTS and with
+the simulated truth.
 
     python examples/group_effects.py [--smoke] [--output group_effects.png]
 """

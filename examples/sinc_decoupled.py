@@ -1,6 +1,6 @@
-"""Sinc function with 500 noisy values: few inducing inputs, few for the covariance but many for the mean, many.
+"""Sinc function with 500 noisy values: few inducing inputs, many for the mean alone, and many for both.
 
-The toy of Cheng and Boots (2017), figure 1. The bases of the second model are not chosen in advance: they grow from
+The example of Cheng and Boots (2017), figure 1. The bases of the second model are not chosen in advance: they grow from
 minibatches. Prints the error, the bound and the spread of each, and writes a figure of the three predictions.
 
     python examples/sinc_decoupled.py [--smoke] [--output sinc_decoupled.png]

@@ -1,4 +1,4 @@
-"""A spatial field: counts of plants at 1500 sites, more spread than Poisson, a part of the map not yet surveyed.
+"""A spatial field: negative binomial counts of plants at 1500 sites, a part of the map not yet surveyed.
 
 A Gaussian process over the plane is the logarithm of the expected count, next to an effect of the soil and a negative
 binomial likelihood. Sites without a count stay in the model, masked; the forecast of their total needs joint draws.
@@ -79,7 +79,7 @@ def main(num_sites: int, num_inducing: int, num_steps: int, num_samples: int, si
     guide = sgp.AutoTSVGP(model, inducing=inducing, base=base)
     optim = sgp.NaturalGradient(step_size=0.5, others=optax.adam(optax.cosine_decay_schedule(5e-2, num_steps)))
     svi = SVI(model, guide, optim, sgp.QuadratureELBO())
-    # What stands at the masked entries does not matter; zeros, so that no NaN needs explaining.
+    # The values of masked entries do not matter; these are zeros.
     result = svi.run(
         jax.random.key(0), num_steps, X, soil, np.where(observed, y, 0), jnp.asarray(observed), progress_bar=False
     )
@@ -101,7 +101,7 @@ def main(num_sites: int, num_inducing: int, num_steps: int, num_samples: int, si
             f"{rows.sum()} counts {name}: log score {score:.2f}, without the model {log_score(counts, *constant):.2f}; "
             f"90 % intervals hold {np.mean((low <= counts) & (counts <= high)):.0%}"
         )
-    # Shuffled from draw to draw at each site: what independent predictions of the sites would say of their sum.
+    # Shuffled over draws at each site: the sum of independent predictions of the sites.
     shuffled = np.random.default_rng(0).permuted(replicates, axis=0)
     for name, values in (("joint draws", replicates), ("independent draws", shuffled)):
         low, high = np.quantile(values.sum(axis=1), [0.05, 0.95])

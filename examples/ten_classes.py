@@ -1,7 +1,7 @@
 """Ten classes of handwritten digits: ten latent processes with one kernel, softmax likelihood, minibatches.
 
-3000 images to train, 1000 to test. A smooth kernel of the pixels against a linear one, which is Bayesian softmax
-regression; then the images the model is least sure of, and whether its probabilities are right as often as they say.
+3000 images to train, 1000 to test. Compares a smooth kernel of the pixels with a linear one, which is Bayesian softmax
+regression. Draws the images with the least confident predictions, and how well the probabilities are calibrated.
 
     python examples/ten_classes.py [--smoke] [--output ten_classes.png]
 """

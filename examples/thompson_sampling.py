@@ -56,7 +56,7 @@ def minimisers(functions: sgp.FunctionDraws, rng_key, num_starts: int, num_steps
         values = functions(jax.nn.sigmoid(Z).reshape(-1, 2)).reshape(S, S, num_starts)
         return values[jnp.arange(S), jnp.arange(S)]
 
-    # Inputs go through a sigmoid, so that they stay inside. The sum's gradient is that of each descent by itself.
+    # Inputs go through a sigmoid to stay inside. The gradient of the sum is the gradient of each descent.
     Z = jax.scipy.special.logit(jax.random.uniform(rng_key, (S, num_starts, 2), minval=0.02, maxval=0.98))
     adam = optax.adam(0.1)
 

@@ -2,10 +2,11 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+import copy
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, Self
 
 import jax
 from jax import Array
@@ -105,11 +106,24 @@ class AbstractAutoSparseGP(AutoGuide):
             msg = f"`model` must be a callable with NumPyro primitives, got {type(model).__name__}. Pass the function."
             raise TypeError(msg)
         super().__init__(model, prefix=prefix)
+        self._own_base = base
         self._model_for_base = ModelForBase(model)
         self.base = _make_base(base, self._model_for_base, prefix)
         # A guide that the user has made keeps its latents, and point estimates were asked for with `AutoDelta`.
         self._shares_latents = self.base is not base and not isinstance(self.base, AutoDelta)
         self.joint = checked_joint(joint)
+
+    def with_joint(self, joint: Joint) -> Self:
+        """The same guide, not yet run, with other members of its joint posterior.
+
+        Args:
+            joint: "auto", False or a tuple of names of sites.
+        """
+        guide = copy.copy(self)
+        guide._model_for_base = ModelForBase(self.model)
+        guide.base = _make_base(self._own_base, guide._model_for_base, self.prefix)
+        guide.joint = checked_joint(joint)
+        return guide
 
     @abstractmethod
     def family(self, site: str) -> AbstractPosteriorFamily:
@@ -408,6 +422,10 @@ class AbstractAutoSparseGP(AutoGuide):
         posteriors = self._at_base_values(params, values, args, kwargs)
         latents = _joint_latents(posteriors, 0.0)
         return {**values, **latents, **{site: q.mean for site, q in posteriors.items()}}
+
+    def joint_groups(self, params: Mapping[str, Any]) -> tuple[Group, ...]:
+        """The groups of GP sites and latents with a joint posterior, from fitted parameters."""
+        return self._known(params).groups
 
     def _known(self, params: Mapping[str, Any]) -> Latents:
         return params.get(f"{self.prefix}_latents", Latents(()))
