@@ -274,19 +274,27 @@ def figure(kept: dict, path: Path) -> None:
     print(f"figure written to {path}")
 
 
-def cost(M: int, P: int, repeats: int) -> dict[str, float]:
-    """CPU milliseconds of a step of the joint and the factorised form, in turn."""
+def cost(M: int, P: int, grouped: bool, repeats: int) -> dict[str, float]:
+    """CPU milliseconds of a step of the joint and the factorised form, in turn.
+
+    Args:
+        M: inducing inputs.
+        P: coefficients of covariates, or groups.
+        grouped: whether each row has the effect of one group, or covariates with coefficients.
+        repeats: steps that are timed.
+    """
     rng = np.random.default_rng(0)
     B = 1000
-    x, w = rng.uniform(size=(B, 4)), rng.normal(size=(B, P))
-    y = rng.poisson(np.exp(np.sin(3.0 * x[:, 0]) + 0.1 * w[:, 0]))
+    x = rng.uniform(size=(B, 4))
+    w = rng.integers(0, P, B) if grouped else rng.normal(size=(B, P))
+    y = rng.poisson(np.exp(np.sin(3.0 * x[:, 0]) + 0.1 * (w % 3 if grouped else w[:, 0])))
 
     def model(x, w, y):
         lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0).expand([4]).to_event(1))
         b = numpyro.sample("b", dist.Normal(0.0, 1.0).expand([P]).to_event(1))
         f = numpyro.sample("f", sgp.GaussianProcess(SquaredExponential(lengthscale), x))
         with numpyro.plate("data", 10 * B, subsample_size=B):
-            numpyro.sample("y", dist.Poisson(jnp.exp(f + w @ b)), obs=y)
+            numpyro.sample("y", dist.Poisson(jnp.exp(f + (b[w] if grouped else w @ b))), obs=y)
 
     runs = {}
     for label, joint in (("joint", "auto"), ("factorised", False)):
@@ -307,15 +315,16 @@ def cost(M: int, P: int, repeats: int) -> dict[str, float]:
 
 def costs(sizes, repeats: int) -> list[dict]:
     rows = []
-    for M, P in sizes:
-        command = [sys.executable, __file__, "--child", json.dumps([M, P, repeats])]
+    for M, P, grouped in sizes:
+        command = [sys.executable, __file__, "--child", json.dumps([M, P, grouped, repeats])]
         settings = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         output = subprocess.run(command, env=settings, capture_output=True, text=True, check=True).stdout
-        row = {"inducing": M, "effects": P, **json.loads(output.splitlines()[-1])}
+        row = {"inducing": M, "effects": P, "grouped": grouped, **json.loads(output.splitlines()[-1])}
         row["ratio"] = row["joint"] / row["factorised"]
         rows.append(row)
+        kind = "groups" if grouped else "coefficients"
         print(
-            f"M = {M}, {P} effects: {row['joint']:.1f} ms joint, {row['factorised']:.1f} ms factorised, "
+            f"M = {M}, {P} {kind}: {row['joint']:.1f} ms joint, {row['factorised']:.1f} ms factorised, "
             f"ratio {row['ratio']:.2f}",
             flush=True,
         )
@@ -328,6 +337,7 @@ if __name__ == "__main__":
     parser.add_argument("--figure", type=Path, help="file for the figure of marginals")
     parser.add_argument("--models", nargs="*", help="names of models; all by default")
     parser.add_argument("--reduced", action="store_true", help="a minute: two models, short chains, one size")
+    parser.add_argument("--costs", action="store_true", help="only the time of steps")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     numpyro.enable_x64()
@@ -337,9 +347,13 @@ if __name__ == "__main__":
     reduced = arguments.reduced
     chosen = ["poisson_with_effects", "gaussian_noise"] if reduced else arguments.models
     settings = {"num_steps": 30 if reduced else 400, "num_samples": 100 if reduced else 2000}
-    models, draws = quality(**settings, names=chosen)
+    models, draws = ({}, {}) if arguments.costs else quality(**settings, names=chosen)
     if arguments.figure:
         figure(draws, arguments.figure)
-    sizes = [(16, 3)] if reduced else [(M, P) for M in (128, 512) for P in (3, 30, 300)]
+    sizes = [(M, P, False) for M in (128, 512) for P in (3, 30, 300)]
+    sizes += [(M, P, True) for M in (128, 512) for P in (30, 300, 3000)]
+    sizes = [(16, 3, False), (16, 20, True)] if reduced else sizes
     times = costs(sizes, 2 if reduced else 20)
-    report("joint_posteriors", {"settings": settings, "models": models, "costs": times}, arguments.output)
+    if not arguments.costs:
+        report("joint_posteriors", {"settings": settings, "models": models}, arguments.output)
+    report("joint_steps", {"costs": times}, arguments.output)

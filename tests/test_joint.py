@@ -203,6 +203,30 @@ def test_a_factorised_posterior_is_too_narrow_and_its_bound_lower():
     assert sds[1] < 0.6 * sds[0]
 
 
+def test_the_gain_of_a_joint_posterior_is_the_difference_of_the_bounds():
+    guide = sgp.AutoTSVGP(poisson, Z, joint=False)
+    svi = SVI(poisson, guide, sgp.NaturalGradient(0.5, optax.adam(0.05)), sgp.QuadratureELBO())
+    gain = sgp.diagnostics.joint_gain(jax.random.key(0), svi, num_steps=150)
+    _, joint = fitted(poisson, sgp.AutoTSVGP(poisson, Z), 20)
+    result = svi.run(jax.random.key(0), 150, progress_bar=False)
+    assert gain.nats > 1.0
+    np.testing.assert_allclose(gain.nats, np.mean(result.losses[-15:]) - joint.losses[-1], atol=0.05)
+    assert guide.joint is False
+
+
+def test_nothing_is_gained_where_nothing_is_joint():
+    def model():
+        f = numpyro.sample("f", gp(KERNEL))
+        numpyro.sample("y", dist.Poisson(jnp.exp(f)).to_event(1), obs=COUNTS)
+
+    svi = SVI(model, sgp.AutoTSVGP(model, Z), sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
+    with pytest.raises(ValueError, match="nothing to gain"):
+        sgp.diagnostics.joint_gain(jax.random.key(0), svi, num_steps=10)
+    svi = SVI(poisson, AutoNormal(poisson), optax.adam(0.1), sgp.QuadratureELBO())
+    with pytest.raises(TypeError, match="needs a guide of numpyro_sgp, got a AutoNormal"):
+        sgp.diagnostics.joint_gain(jax.random.key(0), svi, num_steps=10)
+
+
 def test_centred_effects_follow_their_scale():
     """q(b | τ) is that of the prior at τ and the sites, whatever τ the sites were found at."""
     y = RNG.normal(size=N)
