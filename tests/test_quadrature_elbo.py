@@ -526,9 +526,6 @@ UNCOUPLED = {
     "branches by data": lambda f: jnp.where(jnp.arange(7) > 3, f, f[::-1]) ** 2,
     "joined": lambda f: jnp.exp(jnp.concatenate([f, f[:2], jnp.zeros(2)])),
     "scattered": lambda f: jnp.zeros(3).at[jnp.array([0, 0, 1, 1, 2, 2, 2])].add(jnp.exp(f)),
-    "scan": scanned(lambda total, row: (total + row**2, jnp.exp(row))),
-    "scan that remembers": scanned(lambda last, row: (row, jnp.exp(last))),
-    "branch by data": lambda f: jax.lax.cond(jnp.asarray(True), lambda x: x, lambda x: -x, f) ** 2,
     "within jit": lambda f: jax.jit(lambda a, b: a * b)(f, f),
 }
 

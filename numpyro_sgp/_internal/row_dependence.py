@@ -2,7 +2,8 @@
 
 An entry may depend on no row, on one row, on several rows through a sum of functions of one row each, or on several
 rows in any other way. Expectations of the first three need only the marginals of the rows. No numbers are needed, so
-the answer is the same within `jax.jit`, and neither rounding nor `stop_gradient` can hide a dependence.
+the answer is the same within `jax.jit`, and neither rounding nor `stop_gradient` can hide a dependence. Loops and
+branches count as the last.
 """
 
 from collections.abc import Callable
@@ -75,24 +76,18 @@ def _constant(variable: Any) -> _Fact:
     )
 
 
-def _of_equation(equation: Any, facts: list[_Fact]) -> _Fact | list[_Fact]:
+def _of_equation(equation: Any, facts: list[_Fact]) -> _Fact:
     name = equation.primitive.name
     kinds = [fact.kind for fact in facts]
     worst = max(kinds, default=Dependence.NONE)
     dependent = [fact for fact in facts if fact.kind > Dependence.NONE]
     if worst is Dependence.NONE:
         return _Fact(Dependence.NONE, _name(equation, facts))
-    if name == "scan":
-        return _of_scan(equation, facts)
-    if name == "cond":
-        return _of_cond(equation, facts)
     if worst is Dependence.COUPLED:
         return _COUPLED
     if all(fact.kind is Dependence.ONE for fact in dependent):
-        aligned = all(isinstance(fact.where, int) for fact in dependent)
-        if aligned:
-            axes = [fact.where if fact.kind else None for fact in facts]
-            axis = axis_of_equation(equation, axes)
+        if all(isinstance(fact.where, int) for fact in dependent):
+            axis = axis_of_equation(equation, [fact.where if fact.kind else None for fact in facts])
             if axis != UNKNOWN:
                 return _Fact(Dependence.ONE, axis)
         elif name in ELEMENTWISE and len(set(dependent)) == 1:
@@ -101,18 +96,13 @@ def _of_equation(equation: Any, facts: list[_Fact]) -> _Fact | list[_Fact]:
         return _SUM
     if name in ("scatter-add", "scatter_add"):
         return _SUM if kinds[1] is Dependence.NONE else _COUPLED
-    if name in _MOVES and all(kind is Dependence.NONE for kind in kinds[1:]):
-        return _picked(equation, facts, worst)
-    if name in _JOINS and (name in ("concatenate", "stack") or not _index_depends(name, kinds)):
-        return _picked(equation, facts, worst)
+    moved = name in _MOVES and all(kind is Dependence.NONE for kind in kinds[1:])
+    if moved or (name in _JOINS and not _index_depends(name, kinds)):
+        return _Fact(worst, _name(equation, facts) if worst is Dependence.ONE else None)
     if worst is Dependence.SUM and len(dependent) == 1 and (name in _LINEAR or (name == "div" and kinds[0])):
         to_integers = name == "convert_element_type" and equation.params["new_dtype"].kind not in "fcV"
         return _COUPLED if to_integers else _SUM
     return _COUPLED
-
-
-def _picked(equation: Any, facts: list[_Fact], worst: Dependence) -> _Fact:
-    return _Fact(worst, _name(equation, facts) if worst is Dependence.ONE else None)
 
 
 def _index_depends(name: str, kinds: list[Dependence]) -> bool:
@@ -129,60 +119,3 @@ def _name(equation: Any, facts: list[_Fact]) -> Any:
     shapes = tuple(variable.aval.shape for variable in equation.invars)
     params = str(sorted((key, str(value)) for key, value in equation.params.items()))
     return ("of", equation.primitive.name, hash((params, shapes, operands)))
-
-
-def _of_cond(equation: Any, facts: list[_Fact]) -> list[_Fact]:
-    if facts[0].kind > Dependence.NONE:
-        return [_COUPLED] * len(equation.outvars)
-    branches = [interpret(branch.jaxpr, facts[1:], _constant, _of_equation) for branch in equation.params["branches"]]
-    name = _name(equation, facts)
-    return [_joined(found, (name, number)) for number, found in enumerate(zip(*branches, strict=True))]
-
-
-def _joined(facts: tuple[_Fact, ...], name: Any) -> _Fact:
-    """The fact about a value of which each entry is one of several."""
-    worst = max(fact.kind for fact in facts)
-    return facts[0] if len(set(facts)) == 1 else _Fact(worst, name if worst < Dependence.SUM else None)
-
-
-def _of_scan(equation: Any, facts: list[_Fact]) -> list[_Fact]:
-    """A step sees a slice of what it scans over, and what it carries may depend on other rows than that does."""
-    body = equation.params["jaxpr"].jaxpr
-    # Ranks tell what is scanned over or stacked; the names of the parameters that count them differ between versions.
-    num_carry = _count_of_equal_rank(equation.outvars, body.outvars)
-    num_consts = _count_of_equal_rank(equation.invars, body.invars) - num_carry
-    name = _name(equation, facts)
-    consts, carry, scanned = (
-        facts[:num_consts],
-        facts[num_consts : num_consts + num_carry],
-        [_slice(fact, (name, number)) for number, fact in enumerate(facts[num_consts + num_carry :])],
-    )
-    # Facts about what is carried only grow, so that this ends.
-    while True:
-        fresh = [
-            _Fact(fact.kind, (name, "carry", number)) if fact.kind < Dependence.SUM else fact
-            for number, fact in enumerate(carry)
-        ]
-        found = interpret(body, [*consts, *fresh, *scanned], _constant, _of_equation)
-        after = [before if before.kind >= new.kind else new for before, new in zip(carry, found, strict=False)]
-        if [fact.kind for fact in after] == [fact.kind for fact in carry]:
-            break
-        carry = after
-    stacked = [_stacked(fact, (name, "out", number)) for number, fact in enumerate(found[num_carry:])]
-    return [*(fresh[: len(carry)]), *stacked]
-
-
-def _count_of_equal_rank(outer: list, inner: list) -> int:
-    return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))
-
-
-def _slice(fact: _Fact, name: Any) -> _Fact:
-    if fact.kind is Dependence.ONE:
-        return _Fact(Dependence.ONE, fact.where - 1 if isinstance(fact.where, int) and fact.where > 0 else name)
-    return _Fact(fact.kind, name) if fact.kind is Dependence.NONE else fact
-
-
-def _stacked(fact: _Fact, name: Any) -> _Fact:
-    if fact.kind is Dependence.ONE:
-        return _Fact(Dependence.ONE, fact.where + 1 if isinstance(fact.where, int) else name)
-    return _Fact(fact.kind, name) if fact.kind is Dependence.NONE else fact

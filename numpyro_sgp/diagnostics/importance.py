@@ -77,8 +77,8 @@ def psis_khat(
     """
     az = arviz_module()
     at_least(LEAST_DRAWS, "num_samples", num_samples, "The tail is a fifth of them; the default is 1000.")
-    options = {"num_samples": num_samples, "batch_size": batch_size}
-    ratios = log_importance_ratios(rng_key, svi, result, *model_args, **options, **model_kwargs)
+    sizes = {"num_samples": num_samples, "batch_size": batch_size}
+    ratios = log_importance_ratios(rng_key, svi, result, *model_args, **sizes, **model_kwargs)
     return float(pareto_smoothed(az, np.asarray(ratios))[1])
 
 
@@ -94,15 +94,12 @@ def pareto_smoothed(az: Any, log_ratios: np.ndarray) -> tuple[np.ndarray, np.nda
     varies = ~(np.ptp(rows, axis=-1) <= _ROUNDING * np.finfo(rows.dtype).eps * size)  # NaN too
     weights, khat = np.full(rows.shape, -np.log(S)), np.zeros(len(rows))
     if varies.any():
-        weights[varies], khat[varies] = _psislw(az, rows[varies])
+        if az.__version__.startswith("0."):
+            smoothed = az.psislw(np.array(rows[varies]))
+        else:
+            smoothed = importlib.import_module("arviz_stats.base").array_stats.psislw(-rows[varies])  # of ArviZ 1
+        weights[varies], khat[varies] = smoothed
     return weights.reshape(log_ratios.shape), khat.reshape(log_ratios.shape[:-1])
-
-
-def _psislw(az: Any, log_ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    if az.__version__.startswith("0."):
-        return az.psislw(np.array(log_ratios))
-    array_stats = importlib.import_module("arviz_stats.base").array_stats  # a part of ArviZ 1
-    return array_stats.psislw(-log_ratios)
 
 
 def log_importance_ratios(
@@ -115,7 +112,6 @@ def log_importance_ratios(
     **model_kwargs: Any,
 ) -> Array:
     """The log ratios log r of draws from q(u, θ), (num_samples,); see `psis_khat`."""
-    num_samples = at_least(2, "num_samples", num_samples, "The default is 1000.")
     params, mutable_state = fitted_values(result)
     ratios = _Ratios(svi, {**params, **mutable_state})
     kwargs = {**svi.static_kwargs, **model_kwargs}
@@ -200,17 +196,15 @@ class _Ratios:
             trace = particle.run_guide(particle.guide_key, {})
             if particle.nested_parents(trace):
                 msg = (
-                    "The importance ratio of a GP on top of a GP has an expectation over functions in it that has no "
-                    "closed form. Use `to_arviz`, whose `sample_stats` have the ratio with the functions drawn too."
+                    "A GP on top of a GP has no closed form of the importance ratio. Use `sample_stats` of `to_arviz`."
                 )
                 raise ValueError(msg)
             sizes = subsampled(particle.run_model(trace, {}))
             wanted = {(num_rows, batch_size)} if batch_size < num_rows else set()
             if sizes != wanted:
                 msg = (
-                    f"The model was given {batch_size} of {num_rows} rows and has plates that take {sorted(sizes)} of "
-                    "their (size, subsample size), so that the likelihood of all rows is not a sum over batches. Pass "
-                    "all rows as arguments; with `batch_size`, to a model whose plate has size `num_data`."
+                    f"The model has plates that take {sorted(sizes)} of their (size, subsample size). Pass all rows as "
+                    "arguments; with `batch_size`, to a model whose plate has size `num_data`."
                 )
                 raise ValueError(msg)
 

@@ -26,7 +26,6 @@ from numpyro_sgp.guides.handlers import (
     HiddenSamples,
     ModelForBase,
     SwapGaussianProcesses,
-    clear_errors,
     is_missing_outcome,
 )
 from numpyro_sgp.guides.joint import Group, Joint, JointRun, checked_joint, find_groups, first_run
@@ -142,7 +141,7 @@ class AbstractAutoSparseGP(AutoGuide):
                 return not msg["infer"].get("is_auxiliary")
             return predicting and msg["type"] == "inspect"
 
-        with clear_errors(), HiddenSamples(hide_fn=hides), handlers.trace() as base_trace:
+        with HiddenSamples(hide_fn=hides), handlers.trace() as base_trace:
             self.base(*args, **kwargs)
         if names is None:
             return base_trace, () if self.joint is False else self._latents(predicting, args, kwargs).groups
@@ -156,7 +155,7 @@ class AbstractAutoSparseGP(AutoGuide):
         def find(rng_key: Array) -> Latents:
             del rng_key
             # Not the model that the base guide sees, which leaves out members once they are known.
-            with clear_errors(), handlers.block(), handlers.trace() as trace:
+            with handlers.block(), handlers.trace() as trace:
                 ModelForBase(self.model)(*args, **kwargs)
             sites = [site for site in trace.values() if site["type"] == "sample"]
             outcomes = {site["name"] for site in sites if site["is_observed"]}
@@ -213,7 +212,7 @@ class AbstractAutoSparseGP(AutoGuide):
             return SparsePosterior(prior, moments, batch_shape, joint=predicting)
 
         swap = SwapGaussianProcesses(base_trace, posterior, predicting, joint=joint)
-        with clear_errors(), handlers.trace() as trace, handlers.block(hide_fn=swap.hides), swap:
+        with handlers.trace() as trace, handlers.block(hide_fn=swap.hides), swap:
             self.model(*args, **kwargs)
         if not swap.gp_sites:
             msg = (
@@ -232,7 +231,7 @@ class AbstractAutoSparseGP(AutoGuide):
 
         def priors(value: float) -> dict[str, list]:
             given, swap = GivenGaussianProcesses(value), SwapGaussianProcesses(base_trace, _no_posterior, True)
-            with clear_errors(), handlers.block(hide_fn=swap.hides), swap, given:
+            with handlers.block(hide_fn=swap.hides), swap, given:
                 self.model(*args, **kwargs)
             return {name: jax.tree.leaves(prior) for name, prior in given.priors.items()}
 
