@@ -47,9 +47,8 @@ def axes_of(fn: Callable[[Array], Any], f: Array, axis: int) -> Any:
     program, like = jax.make_jaxpr(fn, return_shape=True)(f)
     leaves, structure = jax.tree.flatten(like)
     found = interpret(program.jaxpr, [f.ndim + axis], lambda _: None, axis_of_equation)
-    from_the_back = {None: None, UNKNOWN: MIXED}
     return structure.unflatten(
-        from_the_back[axis] if axis in from_the_back else axis - len(leaf.shape)
+        None if axis is None else MIXED if axis == UNKNOWN else axis - len(leaf.shape)
         for axis, leaf in zip(found, leaves, strict=True)
     )
 
