@@ -132,7 +132,7 @@ def many_devices(folder):
     """One process, eight devices."""
     sharding = rows_on(jax.devices())
     report = {"devices": jax.device_count(), "collectives": {}}
-    for name in ("natural", "tied", "joint", "held"):
+    for name in ("tied", "joint", "held"):
         one, _ = run_update(name)
         many, text = run_update(name, sharding)
         report["collectives"][name] = collectives(text)

@@ -463,7 +463,7 @@ def test_a_callback_evaluates_held_out_data_on_the_scale_of_the_training_data(gu
         held_out = [progress.evaluate((X[rows], Y[rows])) for rows in ([0, 1], [2, 3], [4, 5])]
         values.append((np.mean(held_out), progress.evaluate((X[:6], Y[:6])), progress.state))
 
-    quiet_fit(svi, KEY, (X, Y), batch_size=BATCH, num_steps=4, callback=evaluate)
+    quiet_fit(svi, KEY, (X, Y), batch_size=BATCH, num_steps=2, callback=evaluate)
     for of_parts, of_all, state in values:
         assert_allclose(of_parts, of_all, rtol=1e-10)
         assert_allclose(of_all, svi.evaluate(state, X[:6], Y[:6], num_data=N), rtol=1e-10)
@@ -529,7 +529,7 @@ def test_without_progress_bar_nothing_is_printed(capfd):
 def test_a_resumed_run_is_an_uninterrupted_one_bit_for_bit(guide_name, tmp_path):
     run = functools.partial(quiet_fit, rng_key=KEY, data=(X, Y), batch_size=BATCH, num_steps=31)
     checkpoint = Checkpoint(tmp_path / "run", every=4)
-    for step in (3, 9, 18):
+    for step in (3, 18):
         with pytest.raises(RunInterruptedError):
             run(gp_svi(guide_name), checkpoint=checkpoint, callback=interrupt_at(step))
     assert list(checkpoint.files()) == [12, 16]
@@ -589,15 +589,15 @@ def test_callbacks_are_resumed_with_what_they_remember_whatever_others_there_are
 @pytest.mark.once
 def test_data_in_another_byte_order_are_the_same_data():
     swapped = X.astype(X.dtype.newbyteorder(">")), Y.astype(Y.dtype.newbyteorder(">"))
-    for batch_size in (BATCH, N):
-        found = quiet_fit(linear_svi(), KEY, swapped, batch_size=batch_size, num_steps=5)
-        assert_equal_results(found, quiet_fit(linear_svi(), KEY, (X, Y), batch_size=batch_size, num_steps=5))
+    stopping = EarlyStopping(swapped, every=2)
+    found = quiet_fit(linear_svi(), KEY, swapped, batch_size=BATCH, num_steps=4, callback=stopping)
+    assert_equal_results(found, quiet_fit(linear_svi(), KEY, (X, Y), batch_size=BATCH, num_steps=4))
+    assert np.all(np.isfinite(stopping.losses))
+    full, like = (Batches.of(KEY, data, N, N).first() for data in (swapped, (X, Y)))
+    assert_equal_results(full, like)
     for dtype in (np.dtype("<f4"), np.dtype(">f4"), np.dtype(">i8"), jnp.dtype("bfloat16")):
         assert native(dtype).isnative
         assert native(dtype).isbuiltin > 0  # as those are that NumPy makes, which files are written with
-    stopping = EarlyStopping(swapped, every=1)
-    quiet_fit(linear_svi(), KEY, swapped, batch_size=BATCH, num_steps=2, callback=stopping)
-    assert np.all(np.isfinite(stopping.losses))
 
 
 @pytest.mark.once
@@ -608,6 +608,15 @@ def test_old_checkpoints_and_what_a_killed_run_left_are_removed(tmp_path):
     quiet_fit(linear_svi(), KEY, (X, Y), batch_size=BATCH, num_steps=11, checkpoint=checkpoint)
     steps = {f"step-{step:09d}.npz" for step in (8, 10, 11)}
     assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", *steps}
+
+
+@pytest.fixture(scope="module")
+def five_steps(tmp_path_factory):
+    """The arguments of a run, and the folder with its checkpoint."""
+    folder = tmp_path_factory.mktemp("five_steps")
+    arguments = {"svi": linear_svi(), "rng_key": KEY, "data": (X, Y), "batch_size": BATCH, "num_steps": 5}
+    quiet_fit(**arguments, checkpoint=folder)
+    return arguments, folder
 
 
 @pytest.mark.once
@@ -623,11 +632,10 @@ def test_old_checkpoints_and_what_a_killed_run_left_are_removed(tmp_path):
     ],
     ids=["key", "batch_size", "rows", "fewer_steps", "optimizer", "columns"],
 )
-def test_a_checkpoint_of_another_run_is_refused_with_its_name(changes, match, tmp_path):
-    arguments = {"svi": linear_svi(), "rng_key": KEY, "data": (X, Y), "batch_size": BATCH, "num_steps": 5}
-    quiet_fit(**arguments, checkpoint=tmp_path)
+def test_a_checkpoint_of_another_run_is_refused_with_its_name(changes, match, five_steps):
+    arguments, folder = five_steps
     with pytest.raises(ValueError, match=match) as error:
-        quiet_fit(**{**arguments, "svi": linear_svi(), **changes}, checkpoint=tmp_path)
+        quiet_fit(**{**arguments, "svi": linear_svi(), **changes}, checkpoint=folder)
     assert "step-000000005.npz" in str(error.value)
     assert "another folder" in str(error.value) or "another path" in str(error.value)
 

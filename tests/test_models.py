@@ -335,7 +335,7 @@ partial_normal = functools.partial(AutoNormal, init_scale=0.02)
 @pytest.mark.parametrize(
     "base",
     representative(
-        [AutoDelta, AutoMultivariateNormal, partial_normal, user_guide], [AutoMultivariateNormal], mark=pytest.mark.once
+        [AutoDelta, AutoMultivariateNormal, partial_normal, user_guide], [AutoMultivariateNormal, user_guide]
     ),
     ids=["AutoDelta", "AutoMultivariateNormal", "partial", "function"],
 )
@@ -876,15 +876,20 @@ def test_a_two_layer_deep_gp_trains_and_predicts_its_data(name):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("vectorize", [True, False], ids=["vmap", "map"])
-def test_the_loss_of_several_particles_is_the_mean_over_their_keys(vectorize):
+def test_the_loss_of_several_particles_is_the_mean_over_their_keys():
     guide = GUIDES["tied"](with_other_latents, Z)
     params = arbitrary_parameters(with_other_latents, guide, X, y)
-    several = sgp.QuadratureELBO(num_particles=3, vectorize_particles=vectorize)
-    loss = jax.jit(lambda key: several.loss(key, params, with_other_latents, guide, X, y))(key := jax.random.key(4))
-    single = [loss_at(params, with_other_latents, guide, X, y, key=key) for key in jax.random.split(key, 3)]
-    assert np.std(single) > 0.01
-    assert_allclose(loss, np.mean(single), rtol=1e-10)
+
+    def single(key):
+        return loss_at(params, with_other_latents, guide, X, y, key=key)
+
+    key = jax.random.key(4)
+    singles = jax.lax.map(single, jax.random.split(key, 3))
+    assert np.std(singles) > 0.01
+    for vectorize in (True, False):
+        several = sgp.QuadratureELBO(num_particles=3, vectorize_particles=vectorize)
+        loss = jax.jit(lambda key, loss=several.loss: loss(key, params, with_other_latents, guide, X, y))(key)
+        assert_allclose(loss, np.mean(singles), rtol=1e-10)
 
 
 @pytest.fixture(scope="module")
@@ -894,11 +899,9 @@ def plain_run():
         yield svi, svi.run(jax.random.key(0), 6, X, y, progress_bar=False)
 
 
-def test_the_progress_bar_and_stable_update_change_no_number(plain_run):
+def test_stable_update_changes_no_number(plain_run):
     svi, result = plain_run
-    shown = svi.run(jax.random.key(0), 6, X, y, progress_bar=True)
     stable = svi.run(jax.random.key(0), 6, X, y, progress_bar=False, stable_update=True)
-    assert_allclose(shown.losses, result.losses, rtol=1e-10)
     assert_allclose(stable.losses, result.losses, rtol=1e-10)
     assert_allclose(stable.params["lengthscale"], result.params["lengthscale"], rtol=1e-10)
 
@@ -983,8 +986,9 @@ def test_a_constant_schedule_is_the_constant(plain_run):
         type_two, GUIDES["tied"](type_two, Z), optimizer("tied", optax.constant_schedule(0.5)), sgp.QuadratureELBO()
     )
     state = svi.init(jax.random.key(0), X, y)
+    update = jax.jit(svi.update)
     for expected in result.losses:
-        state, loss = svi.update(state, X, y)
+        state, loss = update(state, X, y)
         assert_allclose(loss, expected, rtol=1e-9)
 
 

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro import handlers
 from numpyro.infer import SVI
+from numpyro.infer.svi import SVIRunResult
 
 from numpyro_sgp._internal.checks import at_least, positive
 from numpyro_sgp._internal.pytrees import split_arrays
 from numpyro_sgp._internal.signatures import with_num_data
 from numpyro_sgp.diagnostics.inference_data import arviz_module
-from numpyro_sgp.diagnostics.outputs import Result, fitted_values, log_ratio, log_ratio_dense, num_rows
+from numpyro_sgp.diagnostics.outputs import fitted_values, log_ratio, log_ratio_dense, num_rows
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import Trace
 from numpyro_sgp.distributions.wrappers import log_prob_of, unwrap
@@ -38,7 +39,7 @@ _ROUNDING = 20.0
 def psis_khat(
     rng_key: Array,
     svi: SVI,
-    result: Result | Mapping[str, Any],
+    result: SVIRunResult | Mapping[str, Any],
     *model_args: Any,
     num_samples: int = 1000,
     batch_size: int | None = None,
@@ -105,7 +106,7 @@ def pareto_smoothed(az: Any, log_ratios: np.ndarray) -> tuple[np.ndarray, np.nda
 def log_importance_ratios(
     rng_key: Array,
     svi: SVI,
-    result: Result | Mapping[str, Any],
+    result: SVIRunResult | Mapping[str, Any],
     *model_args: Any,
     num_samples: int = 1000,
     batch_size: int | None = None,

@@ -10,9 +10,10 @@ from jax import Array
 from jax.typing import ArrayLike
 import numpy as np
 from numpyro.infer import SVI
+from numpyro.infer.svi import SVIRunResult
 
 from numpyro_sgp._internal.checks import positive
-from numpyro_sgp.diagnostics.outputs import LOG_P, LOG_Q, MASK, Draws, Result, fitted_values
+from numpyro_sgp.diagnostics.outputs import LOG_P, LOG_Q, MASK, Draws, fitted_values
 
 __all__ = ["arviz_module", "to_arviz"]
 
@@ -20,7 +21,7 @@ __all__ = ["arviz_module", "to_arviz"]
 def to_arviz(
     rng_key: Array,
     svi: SVI,
-    result: Result | Mapping[str, Any],
+    result: SVIRunResult | Mapping[str, Any],
     *model_args: Any,
     num_samples: int = 1000,
     batch_size: int | None = None,

@@ -14,11 +14,12 @@ import numpy as np
 from numpyro import handlers
 import numpyro.distributions as dist
 from numpyro.infer import SVI
+from numpyro.infer.svi import SVIRunResult
 
 from numpyro_sgp._internal.checks import at_least
 from numpyro_sgp.diagnostics.importance import LEAST_DRAWS, pareto_smoothed, subsampled
 from numpyro_sgp.diagnostics.inference_data import arviz_module
-from numpyro_sgp.diagnostics.outputs import Result, fitted_values
+from numpyro_sgp.diagnostics.outputs import fitted_values
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import Trace, posteriors_of
 from numpyro_sgp.distributions.wrappers import log_prob_of, observed_mask, unwrap
@@ -34,7 +35,7 @@ __all__ = ["loo_cavity"]
 def loo_cavity(
     rng_key: Array,
     svi: SVI,
-    result: Result | Mapping[str, Any],
+    result: SVIRunResult | Mapping[str, Any],
     *model_args: Any,
     var_name: str | None = None,
     num_samples: int = 200,

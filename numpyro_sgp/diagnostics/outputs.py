@@ -5,7 +5,7 @@ here, so that batches of rows of one draw belong to the same function.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, cast
+from typing import Any, cast
 import warnings
 
 import jax
@@ -37,26 +37,11 @@ __all__ = [
     "PREDICTIVE",
     "Draws",
     "Outputs",
-    "Result",
     "fitted_values",
     "log_ratio",
     "log_ratio_dense",
     "num_rows",
 ]
-
-
-class Result(Protocol):
-    """What `SVI.run` returns: an `SVIRunResult` is one."""
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """Fitted parameters."""
-        ...
-
-    @property
-    def state(self) -> Any:
-        """The last state, for mutable sites."""
-        ...
 
 
 Outputs = dict[str, dict[str, Any]]

@@ -55,11 +55,6 @@ class SparsePosterior(dist.Distribution):
         super().__init__(shape, prior.event_shape, validate_args=False)
 
     @property
-    def has_rsample(self) -> bool:
-        """Draws have gradients with respect to everything that they are made of."""
-        return True
-
-    @property
     def mean(self) -> Array:
         """E[f(X)], with the prior mean, (..., N)."""
         return jnp.broadcast_to(self.moments.mean + self.prior.prior_mean, self.batch_shape + self.event_shape)

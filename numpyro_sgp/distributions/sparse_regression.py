@@ -101,6 +101,7 @@ class SparseGPRegression(dist.Distribution):
     """
 
     arg_constraints = {"noise_scale": constraints.positive}
+    reparametrized_params = ["noise_scale"]
     support = constraints.real_vector  # pyright: ignore[reportAssignmentType]
     pytree_data_fields = ("prior", "inducing")
     pytree_aux_fields = ("bound",)
@@ -127,11 +128,6 @@ class SparseGPRegression(dist.Distribution):
         self.bound = bound
         batch_shape = np.broadcast_shapes(self.prior.batch_shape, self.noise_scale.shape[:-1])
         super().__init__(batch_shape, self.prior.event_shape, validate_args=validate_args)
-
-    @property
-    def has_rsample(self) -> bool:
-        """Draws have gradients with respect to everything that they are made of."""
-        return True
 
     def _blocks(self) -> tuple[Array, Array, Array]:
         """Kuu with its jitter, Kuf and kff."""
