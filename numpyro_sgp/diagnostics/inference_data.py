@@ -154,9 +154,8 @@ def _as_arviz(
     else:
         found = az.from_dict(data, coords=coords, dims=dims)
     for group in data:
-        extra = {label: at for label, at in of_entries.items() if at[0] in found[group].dims}
-        if extra:
-            found[group] = found[group].assign_coords(extra)
+        here = {label: at for label, at in of_entries.items() if at[0] in found[group].dims}
+        found[group].coords.update(here)
     return found
 
 
