@@ -1,8 +1,8 @@
 """Placement of a run's arrays: on the default device, or on a mesh whose devices share the rows of each batch.
 
 On a mesh the state is a copy on each device, and the compiled step sums over the rows across devices. Where the mesh
-has the devices of several processes, each of them runs the same program. What only one of them can know (how long a
-dispatch took, what a callback answered) is that of the first process in all of them.
+has the devices of several processes, each of them runs the same program. What a callback answered in the first process
+counts in all of them.
 """
 
 from collections.abc import Mapping

@@ -271,11 +271,8 @@ class _Run:
 class _Pace:
     """How many steps to dispatch at once: one at first, then as many as take a tenth of a second."""
 
-    def __init__(self, placement: Placement) -> None:
-        self.placement = placement
+    def __init__(self) -> None:
         self.steps = 1
-        self._dispatches = 0
-        self._agreed = 1
         self._last: float | None = None  # the first dispatch compiles, and is not measured
 
     def finished(self, steps: int) -> None:
@@ -286,18 +283,10 @@ class _Pace:
             self.steps = max(1, min(2 * self.steps, int(steps * _DISPATCH_SECONDS / seconds)))
         self._last = now
 
-    def next(self) -> int:
-        """The number for the next dispatch, the same in all processes."""
-        self._dispatches += 1
-        # Processes agree at the 1st, 2nd, 4th, 8th, … dispatch: to agree is to wait for what the devices are doing.
-        if not self.placement.several or self._dispatches & (self._dispatches - 1) == 0:
-            self._agreed = self.placement.agreed(self.steps)
-        return self._agreed
-
 
 def _steps(program: Program, batches: Batches, run: _Run, num_steps: int, show: Callable[[int], None]) -> None:
     """All steps of a run, with the next chunk of batches gathered while the device computes."""
-    pace = _Pace(program.placement)
+    pace = _Pace()
     in_flight: list[tuple[int, int, Array, Array]] = []  # at most two dispatches: first step, number, losses, refused
 
     def receive(leave: int) -> None:
@@ -322,7 +311,9 @@ def _steps(program: Program, batches: Batches, run: _Run, num_steps: int, show: 
                 chunk = program.placement.place(cast(Any, following).result())
                 end = num_steps if batches.full else min(begin + program.length, num_steps)
                 following = None if batches.full else gather(end)
-            number = min(pace.next(), program.length, end - run.step, run.next_stop(num_steps) - run.step)
+            # Several processes dispatch alike, whatever each of them measures.
+            most = program.length if program.placement.several else min(pace.steps, program.length)
+            number = min(most, end - run.step, run.next_stop(num_steps) - run.step)
             at = run.step - begin
             run.state, losses, refused = program.steps(run.state, chunk, np.int32(at), np.int32(at + number))
             in_flight.append((run.step, number, losses, refused))

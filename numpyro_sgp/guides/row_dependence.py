@@ -32,12 +32,11 @@ def check_rows_apart(model: Callable[[], Any], trace: Trace, sites: Mapping[str,
     """Raise where a term of the model depends on several rows of one latent at once.
 
     Most programs of terms show that each entry depends on one row, or is a sum over rows. Where one does not, numbers
-    decide: the gradient of the log density at a row of f stays as it is while other rows move, for all terms that look
-    at one row each or are linear in f, however they pick, mix or repeat what they look at. Within `jax.jit` there are
-    no numbers, and a warning says so. The inputs of another GP (a deep GP) are no terms.
+    decide: the gradient of the log density at a row of f must stay as it is while other rows move. Within `jax.jit`
+    there are no numbers, and a warning says so. The inputs of another GP (a deep GP) are no terms.
 
     Args:
-        model: the model, with its arguments given.
+        model: with its arguments given.
         trace: a run of the guide, with values for all latents, plates and parameters of the model.
         sites: the GP sites in it.
 
