@@ -25,7 +25,7 @@ from numpyro.infer import SVI
 
 import numpyro_sgp as sgp
 from numpyro_sgp.fitting import AbstractCallback, Checkpoint, fit
-from numpyro_sgp.fitting.checkpoint import read_checkpoint
+from numpyro_sgp.fitting.checkpoint import read_arrays
 
 EVERY = 5
 
@@ -103,7 +103,7 @@ def kill_once(process: subprocess.Popen, folder: Path, delay: float) -> dict[str
     unreadable = 0
     for file in files.values():
         try:
-            read_checkpoint(file)
+            read_arrays(file)
         except ValueError:
             unreadable += 1
     return {

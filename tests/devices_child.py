@@ -132,7 +132,7 @@ def many_devices(folder):
     """One process, eight devices."""
     sharding = rows_on(jax.devices())
     report = {"devices": jax.device_count(), "collectives": {}}
-    for name in ("natural", "tied", "joint", "held"):
+    for name in ("tied", "joint", "held"):
         one, _ = run_update(name)
         many, text = run_update(name, sharding)
         report["collectives"][name] = collectives(text)
@@ -151,9 +151,9 @@ def many_devices(folder):
     folder_of_run = folder / "checkpoints"
     report["checkpoints"] = interrupted("whitened", folder_of_run, sharding=sharding)
     report["errors"] = []
-    for batch_size, rows in ((12, N), (81, N), (5, 6)):
+    for batch_size in (12, 81):
         try:
-            run_fit("whitened", sharding=sharding, batch_size=batch_size, data=(X[:rows], Y[:rows]))
+            run_fit("whitened", sharding=sharding, batch_size=batch_size)
         except ValueError as error:
             report["errors"].append(str(error))
     go_on = run_fit("whitened", sharding=rows_on(jax.devices()[:2]), checkpoint=folder_of_run)
@@ -193,7 +193,6 @@ def several_processes(folder, process, processes, port):
         {"data": (on_disk[0][half], on_disk[1][half])},
         {"num_steps": STEPS + process},
         {"checkpoint": folder / f"checkpoints{process or ''}"},
-        {"sharding": rows_on(jax.devices()[: 1 + process])},
     ):
         try:
             fit("whitened", **wrong)

@@ -733,9 +733,6 @@ def test_what_is_saved_is_what_is_loaded(fitted, tmp_path):
     [
         ({"num_samples": 0}, "`num_samples` must be a positive integer, got 0"),
         ({"batch_size": 0}, "`batch_size` must be a positive integer, got 0"),
-        ({"dims": {"y": ["a", "b"]}}, "`dims` names .* for 'y', which has shape"),
-        ({"dims": {"w": ["a"]}}, "`dims` names \\['w'\\], but the variables are"),
-        ({"dims": {"y": ["a"]}, "coords": {"a": [1, 2]}}, "`coords` has values of shape \\(2,\\) for 'a'"),
     ],
 )
 def test_wrong_options_raise_and_say_what_to_do(options, message):
@@ -753,8 +750,6 @@ def test_missing_outcomes_unequal_rows_and_wrong_results_raise_and_say_what_to_d
         to_arviz(key, svi, params, X, num_samples=2)
     with pytest.raises(ValueError, match=r"same number of rows; got shapes .*Pass the data by position"):
         to_arviz(key, svi, params, X, y[:-1], num_samples=2, batch_size=3)
-    with pytest.raises(TypeError, match=r"`svi` must be the `SVI` object.*got AutoSVGP"):
-        to_arviz(key, guide, params, X, y)
     with pytest.raises(TypeError, match="or a dict of parameters, got list"):
         to_arviz(key, svi, [params], X, y, num_samples=2)
     with pytest.raises(ValueError, match="'f_auto_m' has no value to predict with"):
@@ -786,7 +781,7 @@ def test_without_arviz_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError) as caught:
         to_arviz(jax.random.key(0), svi_of(gaussian, None), {}, X, y)
-    assert "pip install 'numpyro-sgp[arviz]'" in caught.value.__notes__[0]
+    assert "pip install 'numpyro-sgp[arviz]'" in str(caught.value)
 
 
 @pytest.mark.once

@@ -75,7 +75,7 @@ def report(folder, name="report"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("guide_name", ["natural", "tied", "joint", "held"])
+@pytest.mark.parametrize("guide_name", ["tied", "joint", "held"])
 def test_updates_on_eight_devices_are_those_on_one(eight, guide_name):
     assert report(eight)["devices"] == 8
     assert_same_run(eight / f"update_{guide_name}_many.npz", eight / f"update_{guide_name}_one.npz")
@@ -88,7 +88,7 @@ def test_fit_on_eight_devices_is_that_on_one(eight, guide_name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("guide_name", ["natural", "tied", "joint", "held"])
+@pytest.mark.parametrize("guide_name", ["tied", "joint", "held"])
 def test_between_devices_only_sums_over_rows_travel(eight, guide_name):
     collectives = report(eight)["collectives"][guide_name]
     assert collectives
@@ -147,12 +147,11 @@ def test_the_first_process_decides_what_to_start_from_and_when_to_stop(two_proce
 @pytest.mark.slow
 def test_processes_that_call_fit_differently_are_told_what_differs(two_processes):
     for process in range(2):
-        data, num_steps, checkpoint, mesh = report(two_processes, f"report_{process}")["errors"]
-        assert f"in process {process}, the first row of `data`: [[" in data
+        data, num_steps, checkpoint = report(two_processes, f"report_{process}")["errors"]
+        assert f"In process {process}, the first row of `data`: [[" in data
         assert f"`num_steps`: {STEPS + process}." in num_steps
         newest = "[]" if process else f"['step-{STEPS:09d}.npz']"
         assert f"the newest checkpoint in the folder: {newest}" in checkpoint
-        assert "Make it of all `jax.devices()`" in mesh or process == 0
 
 
 # What does not need several devices
@@ -190,8 +189,8 @@ def test_only_the_rows_of_a_process_are_gathered():
     [
         ("data", TypeError, "must be a `NamedSharding` on a mesh of devices, got 'data'"),
         (lambda: SingleDeviceSharding(jax.devices()[0]), TypeError, "Use NamedSharding"),
-        (lambda: one_device().update(spec=PartitionSpec()), ValueError, "rows of a batch, its first axis"),
-        (lambda: one_device().update(spec=PartitionSpec(None, "data")), ValueError, "and nothing else"),
+        (lambda: one_device().update(spec=PartitionSpec()), ValueError, "only the first axis of a batch"),
+        (lambda: one_device().update(spec=PartitionSpec(None, "data")), ValueError, "its rows"),
     ],
 )
 def test_a_sharding_that_does_not_lay_out_rows_is_refused(sharding, error, match):
@@ -202,8 +201,6 @@ def test_a_sharding_that_does_not_lay_out_rows_is_refused(sharding, error, match
 
 @pytest.mark.slow
 def test_a_batch_that_the_devices_cannot_share_evenly_is_refused(eight):
-    both, smaller, none = report(eight)["errors"]
-    assert both.startswith("`batch_size` is 12, and `sharding` lays the rows of a batch over 8 devices.")
-    assert both.endswith("Use a multiple of 8, such as 8 or 16.")
-    assert smaller.endswith("such as 80.")
-    assert none.endswith("Use fewer devices.")
+    for batch_size, message in zip((12, 81), report(eight)["errors"], strict=True):
+        assert message.startswith(f"`batch_size` is {batch_size}, and `sharding` splits the rows of a batch over 8")
+        assert message.endswith("Use a multiple of 8.")

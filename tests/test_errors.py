@@ -39,13 +39,6 @@ def with_noise(X, y=None, num_data=N):
         numpyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
-def with_offsets(X, y=None):
-    f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X[:3]))
-    with numpyro.plate("data", N, subsample_size=3):
-        offset = numpyro.sample("offset", dist.Normal())
-        numpyro.sample("y", dist.Normal(f + offset, 0.7), obs=None if y is None else y[:3])
-
-
 def two_widths(X, y=None):
     f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))
     g = numpyro.sample("g", sgp.GaussianProcess(KERNEL, X[:, :1]))
@@ -128,11 +121,6 @@ def says(*parts):
 TSVGP, SVGP = sgp.AutoTSVGP, sgp.AutoSVGP
 
 
-def scan_at_other_length():
-    svi, state = start(scan_over_the_batch, TSVGP(scan_over_the_batch, Z), X, y)
-    svi.update(state, X[:3], y[:3])
-
-
 def per_datum_at_other_shape():
     svi, state = start(model, TSVGP(model, Z, sites="per_datum"), X, y, optim=sgp.NaturalGradient())
     svi.update(state, X[:3], y[:3])
@@ -193,11 +181,6 @@ MISTAKES = {
         ),
         NotImplementedError,
         ("AutoDelta", "`quantiles`", "`sample_posterior`"),
-    ),
-    "medians of some rows": (
-        lambda: (guide := TSVGP(with_offsets, Z)).median(initial_parameters(with_offsets, guide, X, y), X, y),
-        ValueError,
-        ("'offset'", "each of the 7 rows of plate 'data'", "looks at 3", "Leave the model's arguments out"),
     ),
     "X of one dimension": (
         lambda: sgp.GaussianProcess(KERNEL, X[:, 0]),
@@ -312,16 +295,6 @@ MISTAKES = {
         TypeError,
         ("plate", "size None", "needs N", "num_data=N"),
     ),
-    "N missing, other latents": (
-        lambda: step(with_noise, TSVGP(with_noise, Z), X, y, None),
-        TypeError,
-        ("plate", "size None", "num_data=N"),
-    ),
-    "N missing, guide of the user": (
-        lambda: step(model, TSVGP(model, Z, base=lambda *args: None), X, y, None),
-        TypeError,
-        ("plate", "size None", "num_data=N"),
-    ),
     "N smaller than the batch": (
         lambda: step(model, TSVGP(model, Z), X, y, 3),
         ValueError,
@@ -351,11 +324,6 @@ MISTAKES = {
         lambda: step(latent_inside_cond, TSVGP(latent_inside_cond, Z), X, y),
         ValueError,
         ("latent site 'noise'", "inside `cond`", "jnp.where"),
-    ),
-    "scan over other steps": (
-        scan_at_other_length,
-        ValueError,
-        ("latent site 'h'", "7 steps", "scans 3", "all of them"),
     ),
     # The base guide.
     "base guide leaves a latent of a scan without a value": (

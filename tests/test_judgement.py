@@ -1,9 +1,10 @@
 """Importance ratios, leave-one-out densities and calibration, against closed forms and against fitting again."""
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import arviz as az
+from grids import representative
 from guides import OnBasis
 import jax
 import jax.numpy as jnp
@@ -326,7 +327,7 @@ OTHER_BASES = {
 def test_posteriors_whose_mean_has_a_basis_of_its_own_are_refused(name):
     svi = SVI(normal, OTHER_BASES[name](normal), optax.sgd(0.0), sgp.QuadratureELBO())
     params = svi.get_params(svi.init(jax.random.key(0), X, y))
-    with pytest.raises(ValueError, match=r"share a basis, in one Gaussian\. Use `az\.loo`"):
+    with pytest.raises(ValueError, match=r"not those of one Gaussian\. Use `az\.loo`"):
         loo_cavity(jax.random.key(1), svi, params, X, y, num_samples=2)
 
 
@@ -420,9 +421,8 @@ def hierarchical(X, y=None):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("scale", [None, 0.3])
-def test_the_mean_ratio_is_the_bound_with_random_hyperparameters_too(scale):
-    model = hierarchical if scale is None else handlers.scale(hierarchical, scale=scale)
+def test_the_mean_ratio_is_the_bound_with_random_hyperparameters_too():
+    model = handlers.scale(hierarchical, scale=0.3)
     # The Jacobian of log θ is part of q(θ): its mean is about 0.9 there.
     base = partial(AutoMultivariateNormal, init_loc_fn=init_to_value(values={"lengthscale": 0.4}))
     svi, result = fitted(model, sgp.AutoTSVGP(model, Z, base=base), X, counts, steps=20)
@@ -532,7 +532,7 @@ def test_transforms_of_counts_are_randomised_to_be_uniform():
 
 @pytest.mark.slow
 @pytest.mark.once
-@pytest.mark.parametrize("likelihood", ["normal", "poisson", "bernoulli"])
+@pytest.mark.parametrize("likelihood", representative(["normal", "poisson", "bernoulli"], ["normal", "poisson"]))
 def test_intervals_cover_what_was_simulated(likelihood):
     # New outcomes of new functions, given the model they come from: 90 % intervals hold 90 % of them.
     simulations, held_out = 60, np.linspace(-1.9, 1.9, 5)[:, None]
@@ -674,18 +674,25 @@ def mixed(X, y=None):
 twice = np.stack([y, y])
 
 
+@cache
+def begun(model):
+    guide = sgp.AutoTSVGP(model, {"f": Z, "g": Z} if model is deep else Z)
+    svi = SVI(model, guide, sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
+    full = (X, twice) if model in (replicated, mixed) else (X, y)
+    return svi, svi.get_params(svi.init(jax.random.key(0), *full))
+
+
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("fn", "model", "args", "options", "message"),
     [
-        (loo_cavity, normal, (X[:4], y[:4]), {"num_data": N}, r"take \[\(14, 4\)\]"),
+        (loo_cavity, normal, (X[:4], y[:4]), {"num_data": N}, "plates take some of its rows"),
         (loo_cavity, scaled, (X, y), {}, "'y' is scaled"),
         (psis_khat, normal, (X, y), {"batch_size": 0}, "`batch_size` must be a positive integer"),
         (loo_cavity, deep, (X, y), {}, "GP on top of a GP"),
         (loo_cavity, replicated, (X, twice), {}, r"shape \(2, 14\)"),
         (loo_cavity, swapped, (X, y), {}, "some data depend on other rows"),
         (loo_cavity, mixed, (X, twice), {}, "some data depend on other rows"),
-        (loo_cavity, normal, (X, y), {"num_samples": 1}, "at least 2"),
         (loo_cavity, three_latents, (X, y), {"num_draws": 4}, "`num_draws` must be at least 6"),
         (loo_cavity, normal, (X, y), {"var_name": "z"}, r"one of the observed sites \['y'\]"),
         (loo_cavity, normal, (X,), {}, r"one of the observed sites \[\]"),
@@ -695,10 +702,7 @@ twice = np.stack([y, y])
     ],
 )
 def test_a_mistake_raises_and_the_message_says_what_to_do(fn, model, args, options, message):
-    guide = sgp.AutoTSVGP(model, {"f": Z, "g": Z} if model is deep else Z)
-    svi = SVI(model, guide, sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
-    full = (X, twice) if model in (replicated, mixed) else (X, y)
-    params = svi.get_params(svi.init(jax.random.key(0), *full))
+    svi, params = begun(model)
     with pytest.raises(ValueError, match=message):
         fn(jax.random.key(0), svi, params, *args, **options)
 

@@ -263,7 +263,7 @@ OTHER_LATENTS = ("noise", "intercept", "effect", "lengthscale")
 
 
 @pytest.mark.once
-@each_kind
+@two_guides
 def test_with_point_estimates_of_other_latents_the_bound_is_the_closed_form(name):
     guide = GUIDES[name](with_other_latents, Z, base=AutoDelta)
     params = arbitrary_parameters(with_other_latents, guide, X, y)
@@ -335,7 +335,7 @@ partial_normal = functools.partial(AutoNormal, init_scale=0.02)
 @pytest.mark.parametrize(
     "base",
     representative(
-        [AutoDelta, AutoMultivariateNormal, partial_normal, user_guide], [AutoMultivariateNormal], mark=pytest.mark.once
+        [AutoDelta, AutoMultivariateNormal, partial_normal, user_guide], [AutoMultivariateNormal, user_guide]
     ),
     ids=["AutoDelta", "AutoMultivariateNormal", "partial", "function"],
 )
@@ -356,7 +356,7 @@ def type_two(X, y=None):
 
 
 @pytest.mark.once
-@each_kind
+@two_guides
 def test_parameters_of_the_model_are_trained_as_hyperparameters(name):
     guide = GUIDES[name](type_two, Z)
     svi = SVI(type_two, guide, optimizer(name, learning_rate=0.05), sgp.QuadratureELBO())
@@ -374,7 +374,7 @@ def test_parameters_of_the_model_are_trained_as_hyperparameters(name):
 
 
 @pytest.mark.once
-@each_kind
+@two_guides
 def test_a_warped_kernel_is_its_base_kernel_at_warped_inputs(name):
     weights = np.random.default_rng(4).normal(size=(D, 3))
 
@@ -432,9 +432,8 @@ def masked(X, y, mask):
 
 @pytest.mark.once
 @each_kind
-@pytest.mark.parametrize("missing", [-3.0, np.nan], ids=["number", "NaN"])
-def test_masked_outputs_count_as_dropped_rows(name, missing):
-    with_missing = np.where(observed, y, missing)
+def test_masked_outputs_count_as_dropped_rows(name):
+    with_missing = np.where(observed, y, np.nan)
     guide = GUIDES[name](masked, Z)
     params = arbitrary_parameters(masked, guide, X, with_missing, observed)
     dropped = loss_at(params, gaussian, GUIDES[name](gaussian, Z), X[observed], y[observed])
@@ -506,7 +505,7 @@ def test_scaling_the_likelihood_is_replicating_the_data(name):
 
 
 @pytest.mark.once
-@each_kind
+@two_guides
 def test_scaling_the_whole_model_scales_the_bound(name):
     guide = GUIDES[name](gaussian, Z)
     params = arbitrary_parameters(gaussian, guide, X, y)
@@ -703,7 +702,7 @@ def test_deterministic_sites_leave_the_loss_alone_and_follow_the_draws(name):
 
 
 @pytest.mark.once
-@each_kind
+@two_guides
 def test_a_prior_mean_shifts_outputs_and_posterior(name):
     offset = RNG.normal(size=N)
     plain = GUIDES[name](gaussian, Z)
@@ -877,15 +876,20 @@ def test_a_two_layer_deep_gp_trains_and_predicts_its_data(name):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("vectorize", [True, False], ids=["vmap", "map"])
-def test_the_loss_of_several_particles_is_the_mean_over_their_keys(vectorize):
+def test_the_loss_of_several_particles_is_the_mean_over_their_keys():
     guide = GUIDES["tied"](with_other_latents, Z)
     params = arbitrary_parameters(with_other_latents, guide, X, y)
-    several = sgp.QuadratureELBO(num_particles=3, vectorize_particles=vectorize)
-    loss = jax.jit(lambda key: several.loss(key, params, with_other_latents, guide, X, y))(key := jax.random.key(4))
-    single = [loss_at(params, with_other_latents, guide, X, y, key=key) for key in jax.random.split(key, 3)]
-    assert np.std(single) > 0.01
-    assert_allclose(loss, np.mean(single), rtol=1e-10)
+
+    def single(key):
+        return loss_at(params, with_other_latents, guide, X, y, key=key)
+
+    key = jax.random.key(4)
+    singles = jax.lax.map(single, jax.random.split(key, 3))
+    assert np.std(singles) > 0.01
+    for vectorize in (True, False):
+        several = sgp.QuadratureELBO(num_particles=3, vectorize_particles=vectorize)
+        loss = jax.jit(lambda key, loss=several.loss: loss(key, params, with_other_latents, guide, X, y))(key)
+        assert_allclose(loss, np.mean(singles), rtol=1e-10)
 
 
 @pytest.fixture(scope="module")
@@ -895,11 +899,9 @@ def plain_run():
         yield svi, svi.run(jax.random.key(0), 6, X, y, progress_bar=False)
 
 
-def test_the_progress_bar_and_stable_update_change_no_number(plain_run):
+def test_stable_update_changes_no_number(plain_run):
     svi, result = plain_run
-    shown = svi.run(jax.random.key(0), 6, X, y, progress_bar=True)
     stable = svi.run(jax.random.key(0), 6, X, y, progress_bar=False, stable_update=True)
-    assert_allclose(shown.losses, result.losses, rtol=1e-10)
     assert_allclose(stable.losses, result.losses, rtol=1e-10)
     assert_allclose(stable.params["lengthscale"], result.params["lengthscale"], rtol=1e-10)
 
@@ -984,8 +986,9 @@ def test_a_constant_schedule_is_the_constant(plain_run):
         type_two, GUIDES["tied"](type_two, Z), optimizer("tied", optax.constant_schedule(0.5)), sgp.QuadratureELBO()
     )
     state = svi.init(jax.random.key(0), X, y)
+    update = jax.jit(svi.update)
     for expected in result.losses:
-        state, loss = svi.update(state, X, y)
+        state, loss = update(state, X, y)
         assert_allclose(loss, expected, rtol=1e-9)
 
 

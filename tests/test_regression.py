@@ -79,14 +79,14 @@ def masked_inside_a_plate(y):
     "model", [inside_a_plate_of_the_rows, inside_a_subsampled_plate, under_a_mask_of_rows, masked_inside_a_plate]
 )
 def test_a_density_that_would_count_all_rows_once_for_each_of_them_raises(model):
-    with pytest.raises(ValueError, match=r"size 7 around it .* 7 times\. .* outside the plate .* drop the rows"):
+    with pytest.raises(ValueError, match=r"size 7 around .* 7 times\. .* outside the plate .* drop rows"):
         log_density(handlers.seed(model, 0), (Y,), {}, {})
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("tasks", [N, 2], ids=["as many as rows", "two"])
 @pytest.mark.usefixtures("x64")
-def test_as_many_tasks_as_rows_are_tasks(tasks):
+def test_tasks_in_a_plate_with_a_mask_have_the_sum_of_their_densities():
+    tasks = 2
     outcomes, keep = np.outer(np.linspace(0.5, 1.5, tasks), Y), np.arange(tasks) > 0
 
     def model(outcomes):
@@ -328,6 +328,7 @@ def test_type_ii_maximum_likelihood_with_auto_delta_is_the_optimum_of_the_dense_
     assert_allclose(got, oracle.x, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_nuts_with_inducing_inputs_at_the_data_is_nuts_on_the_exact_marginal_likelihood():
@@ -375,7 +376,7 @@ def test_mistakes_say_what_came_and_what_is_needed():
         site(inducing=Z[:, :1])
     with pytest.raises(ValueError, match=r"`noise_scale` must be a scalar.*got shape \(3,\)"):
         site(noise_scale=np.ones(3))
-    with pytest.raises(ValueError, match=r"`y` must have shape \(N,\) = \(7,\).*got \(4,\)"):
+    with pytest.raises(ValueError, match=r"\(..., 7\), a number for each row of `X`.*got\s+\(4,\)"):
         site().condition(np.ones(4))
     with pytest.raises(ValueError, match="noise_scale"):
         site(noise_scale=-1.0, validate_args=True)
@@ -409,13 +410,3 @@ def test_a_start_at_other_rows_is_refused_or_not_a_number_under_jit(name, induci
     state = jax.jit(svi.init)(jax.random.key(0), jnp.asarray(X), Y)
     assert np.all(np.isfinite(svi.get_params(state)["f_auto_sites"].lambda1))
     assert M < N
-
-
-@pytest.mark.once
-@pytest.mark.usefixtures("x64")
-def test_what_a_posterior_cannot_start_is_refused():
-    posterior = site().condition(Y)
-    with pytest.raises(ValueError, match=r"`form` must be one of .*'natural'.*, got 'typo'"):
-        posterior.start("typo", posterior.inducing, X)
-    with pytest.raises(ValueError, match=r"`form='natural'` is one of inducing variables"):
-        posterior.start("natural", None, X)

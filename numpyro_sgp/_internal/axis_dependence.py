@@ -4,6 +4,7 @@ No numbers are needed, so it holds within `jax.jit` too. What is not known is no
 """
 
 from collections.abc import Callable, Sequence
+import math
 from typing import Any
 
 import jax
@@ -46,13 +47,10 @@ def axes_of(fn: Callable[[Array], Any], f: Array, axis: int) -> Any:
     program, like = jax.make_jaxpr(fn, return_shape=True)(f)
     leaves, structure = jax.tree.flatten(like)
     found = interpret(program.jaxpr, [f.ndim + axis], lambda _: None, axis_of_equation)
-    return structure.unflatten(_from_the_back(axis, len(leaf.shape)) for axis, leaf in zip(found, leaves, strict=True))
-
-
-def _from_the_back(axis: Axis, ndim: int) -> Axis:
-    if axis is None:
-        return None
-    return MIXED if axis == UNKNOWN else axis - ndim
+    return structure.unflatten(
+        None if axis is None else MIXED if axis == UNKNOWN else axis - len(leaf.shape)
+        for axis, leaf in zip(found, leaves, strict=True)
+    )
 
 
 def axis_of_equation(equation: Any, axes: list[Axis]) -> Axis:
@@ -111,18 +109,11 @@ def _without(axis: int, removed: Sequence[int]) -> int:
 
 def _reshaped(shape: Sequence[int], axis: int, sizes: Sequence[int]) -> int:
     """The axis that has as many entries, and as many of the other axes before it."""
-    before = _product(shape[:axis])
+    before = math.prod(shape[:axis])
     for new, size in enumerate(sizes):
-        if size == shape[axis] and _product(sizes[:new]) == before:
+        if size == shape[axis] and math.prod(sizes[:new]) == before:
             return new
     return UNKNOWN
-
-
-def _product(sizes: Sequence[int]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
 
 
 def _gathered(params: dict[str, Any], shape: Sequence[int], axis: int, ndim: int) -> int:

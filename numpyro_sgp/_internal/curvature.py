@@ -25,29 +25,12 @@ class Shape(enum.Enum):
     OTHER = 4
 
 
-_LINEAR = {
-    "add",
-    "add_any",
-    "sub",
-    "neg",
-    "concatenate",
-    "reduce_sum",
-    "cumsum",
-}
+_LINEAR = {"add", "add_any", "sub", "neg", "concatenate", "reduce_sum", "cumsum"}
 # Operations that move or copy entries: they keep any shape.
 _MOVES = {
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "copy_p",
-    "expand_dims",
-    "reshape",
-    "rev",
-    "slice",
-    "squeeze",
-    "transpose",
-    "optimization_barrier",
-}
+    "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "optimization_barrier", "reshape",
+    "rev", "slice", "squeeze", "transpose",
+}  # fmt: skip
 # The same for the first operand, where the others are constant.
 _MOVES_FIRST = {"dynamic_slice", "gather", "pad"}
 

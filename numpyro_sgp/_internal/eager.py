@@ -19,10 +19,6 @@ def as_one_program(fn: Fn, static_argnums: int | tuple[int, ...] = ()) -> Fn:
 
     Called with numbers (`SVI.init` runs model and guide so) each of its operations would be compiled by itself, some
     thirty milliseconds for each: most of the time before the first step.
-
-    Args:
-        fn: a function of pytrees of arrays.
-        static_argnums: positional arguments that are no arrays.
     """
     compiled = jax.jit(fn, static_argnums=static_argnums)
     static = {static_argnums} if isinstance(static_argnums, int) else set(static_argnums)

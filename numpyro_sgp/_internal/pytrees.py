@@ -11,12 +11,17 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["PytreeFunction", "is_key", "own_copy", "split_arrays"]
+__all__ = ["PytreeFunction", "is_key", "numbers_of", "own_copy", "split_arrays"]
 
 
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is an array of typed random keys."""
     return isinstance(leaf, Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def numbers_of(leaf: Any) -> np.ndarray:
+    """The numbers of an array or of keys, on the host."""
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
 
 
 def own_copy(tree: Any) -> Any:

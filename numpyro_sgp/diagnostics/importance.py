@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro import handlers
 from numpyro.infer import SVI
+from numpyro.infer.svi import SVIRunResult
 
 from numpyro_sgp._internal.checks import at_least, positive
 from numpyro_sgp._internal.pytrees import split_arrays
 from numpyro_sgp._internal.signatures import with_num_data
 from numpyro_sgp.diagnostics.inference_data import arviz_module
-from numpyro_sgp.diagnostics.outputs import Result, fitted_values, log_ratio, log_ratio_dense, num_rows
+from numpyro_sgp.diagnostics.outputs import fitted_values, log_ratio, log_ratio_dense, num_rows
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import Trace
 from numpyro_sgp.distributions.wrappers import log_prob_of, unwrap
@@ -38,7 +39,7 @@ _ROUNDING = 20.0
 def psis_khat(
     rng_key: Array,
     svi: SVI,
-    result: Result | Mapping[str, Any],
+    result: SVIRunResult | Mapping[str, Any],
     *model_args: Any,
     num_samples: int = 1000,
     batch_size: int | None = None,
@@ -77,8 +78,8 @@ def psis_khat(
     """
     az = arviz_module()
     at_least(LEAST_DRAWS, "num_samples", num_samples, "The tail is a fifth of them; the default is 1000.")
-    options = {"num_samples": num_samples, "batch_size": batch_size}
-    ratios = log_importance_ratios(rng_key, svi, result, *model_args, **options, **model_kwargs)
+    sizes = {"num_samples": num_samples, "batch_size": batch_size}
+    ratios = log_importance_ratios(rng_key, svi, result, *model_args, **sizes, **model_kwargs)
     return float(pareto_smoothed(az, np.asarray(ratios))[1])
 
 
@@ -94,28 +95,24 @@ def pareto_smoothed(az: Any, log_ratios: np.ndarray) -> tuple[np.ndarray, np.nda
     varies = ~(np.ptp(rows, axis=-1) <= _ROUNDING * np.finfo(rows.dtype).eps * size)  # NaN too
     weights, khat = np.full(rows.shape, -np.log(S)), np.zeros(len(rows))
     if varies.any():
-        weights[varies], khat[varies] = _psislw(az, rows[varies])
+        if az.__version__.startswith("0."):
+            smoothed = az.psislw(np.array(rows[varies]))
+        else:
+            smoothed = importlib.import_module("arviz_stats.base").array_stats.psislw(-rows[varies])  # of ArviZ 1
+        weights[varies], khat[varies] = smoothed
     return weights.reshape(log_ratios.shape), khat.reshape(log_ratios.shape[:-1])
-
-
-def _psislw(az: Any, log_ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    if az.__version__.startswith("0."):
-        return az.psislw(np.array(log_ratios))
-    array_stats = importlib.import_module("arviz_stats.base").array_stats  # a part of ArviZ 1
-    return array_stats.psislw(-log_ratios)
 
 
 def log_importance_ratios(
     rng_key: Array,
     svi: SVI,
-    result: Result | Mapping[str, Any],
+    result: SVIRunResult | Mapping[str, Any],
     *model_args: Any,
     num_samples: int = 1000,
     batch_size: int | None = None,
     **model_kwargs: Any,
 ) -> Array:
     """The log ratios log r of draws from q(u, θ), (num_samples,); see `psis_khat`."""
-    num_samples = at_least(2, "num_samples", num_samples, "The default is 1000.")
     params, mutable_state = fitted_values(result)
     ratios = _Ratios(svi, {**params, **mutable_state})
     kwargs = {**svi.static_kwargs, **model_kwargs}
@@ -200,17 +197,15 @@ class _Ratios:
             trace = particle.run_guide(particle.guide_key, {})
             if particle.nested_parents(trace):
                 msg = (
-                    "The importance ratio of a GP on top of a GP has an expectation over functions in it that has no "
-                    "closed form. Use `to_arviz`, whose `sample_stats` have the ratio with the functions drawn too."
+                    "A GP on top of a GP has no closed form of the importance ratio. Use `sample_stats` of `to_arviz`."
                 )
                 raise ValueError(msg)
             sizes = subsampled(particle.run_model(trace, {}))
             wanted = {(num_rows, batch_size)} if batch_size < num_rows else set()
             if sizes != wanted:
                 msg = (
-                    f"The model was given {batch_size} of {num_rows} rows and has plates that take {sorted(sizes)} of "
-                    "their (size, subsample size), so that the likelihood of all rows is not a sum over batches. Pass "
-                    "all rows as arguments; with `batch_size`, to a model whose plate has size `num_data`."
+                    f"The model has plates that take {sorted(sizes)} of their (size, subsample size). Pass all rows as "
+                    "arguments; with `batch_size`, to a model whose plate has size `num_data`."
                 )
                 raise ValueError(msg)
 

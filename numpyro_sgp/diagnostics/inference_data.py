@@ -1,33 +1,19 @@
 """`to_arviz`: posterior, predictions, likelihoods and densities of a fitted guide as an ArviZ object."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-import datetime as dt
-from importlib import metadata
+from collections.abc import Callable, Mapping, Sequence
 import inspect
-import math
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import Array
 from jax.typing import ArrayLike
 import numpy as np
 from numpyro.infer import SVI
+from numpyro.infer.svi import SVIRunResult
 
 from numpyro_sgp._internal.checks import positive
-from numpyro_sgp.diagnostics.outputs import (
-    LIKELIHOOD,
-    LOG_P,
-    LOG_Q,
-    MASK,
-    OBSERVED,
-    POSTERIOR,
-    PREDICTIVE,
-    Draws,
-    Outputs,
-    Result,
-    fitted_values,
-)
+from numpyro_sgp.diagnostics.outputs import LOG_P, LOG_Q, MASK, Draws, fitted_values
 
 __all__ = ["arviz_module", "to_arviz"]
 
@@ -35,7 +21,7 @@ __all__ = ["arviz_module", "to_arviz"]
 def to_arviz(
     rng_key: Array,
     svi: SVI,
-    result: Result | Mapping[str, Any],
+    result: SVIRunResult | Mapping[str, Any],
     *model_args: Any,
     num_samples: int = 1000,
     batch_size: int | None = None,
@@ -83,9 +69,9 @@ def to_arviz(
 
     Raises:
         ImportError: ArviZ is not installed.
-        TypeError: `svi` is no `SVI` object; `result` holds no parameters.
-        ValueError: no site is observed; `batch_size` where arguments are not rows of equal number; names or lengths in
-            `coords` and `dims` that do not fit.
+        TypeError: `result` holds no parameters.
+        ValueError: no site is observed; `batch_size` where arguments are not rows of equal number; `coords` of another
+            length than their dimension.
 
     References:
         Vehtari, Gelman and Gabry (2017), "Practical Bayesian model evaluation using leave-one-out cross-validation and
@@ -94,20 +80,28 @@ def to_arviz(
     """
     az = arviz_module()
     positive("num_samples", num_samples, "The default is 1000 draws.")
-    if not isinstance(svi, SVI):
-        msg = (
-            f"`svi` must be the `SVI` object of the fit, got {type(svi).__name__}. It holds the model, the guide and "
-            "the arguments that stay the same: to_arviz(rng_key, svi, result, ...)."
-        )
-        raise TypeError(msg)
     params, mutable_state = fitted_values(result)
     kwargs = {**svi.static_kwargs, **model_kwargs}
     draws = Draws(svi.model, svi.guide, params, mutable_state, rng_key, num_samples)
     outputs = draws.over_all_rows(model_args, kwargs, batch_size)
-    names = _Names(coords or {}, dims or {})
-    groups = _groups(outputs, _constant(svi.model, model_args, kwargs), names)
-    names.check_used()
-    return _as_arviz(az, groups)
+    # Slashes divide groups in ArviZ, and scopes in NumPyro.
+    groups = {group: {_dotted(name): value for name, value in sites.items()} for group, sites in outputs.items()}
+    masks = {name: mask[0] for name, mask in groups.pop(MASK).items()}
+    if not masks:
+        msg = (
+            "No site of the model is observed, so there is nothing to judge the fit by. Pass the outcomes too, as they "
+            "were given to `SVI.run`."
+        )
+        raise ValueError(msg)
+    groups["sample_stats"] = {"lp": _summed(groups.pop(LOG_P)), "log_q": _summed(groups.pop(LOG_Q))}
+    groups["observed_data"] = {name: value[0] for name, value in groups["observed_data"].items()}
+    groups["constant_data"] = {
+        name: value
+        for name, value in _constant(svi.model, model_args, kwargs).items()
+        if not any(_same(value, outcome) for outcome in groups["observed_data"].values())
+    }
+    named = {_dotted(name): list(axes) for name, axes in (dims or {}).items()}
+    return _as_arviz(az, groups, masks, {name: np.asarray(at) for name, at in (coords or {}).items()}, named)
 
 
 def arviz_module() -> ModuleType:
@@ -115,129 +109,54 @@ def arviz_module() -> ModuleType:
     try:
         import arviz as az
     except ImportError as error:
-        error.add_note("This needs ArviZ: pip install 'numpyro-sgp[arviz]', or arviz itself.")
-        raise
+        msg = "This needs ArviZ. Install it with `pip install 'numpyro-sgp[arviz]'`."
+        raise ImportError(msg) from error
     return az
 
 
-# Groups and names.
+def _dotted(name: str) -> str:
+    return name.replace("/", ".")
 
 
-class _Names:
-    """Names and coordinates of dimensions."""
-
-    def __init__(self, coords: Mapping[str, ArrayLike], dims: Mapping[str, Sequence[str]]) -> None:
-        self.coords = {name: np.asarray(values) for name, values in coords.items()}
-        self.dims = {name: [names] if isinstance(names, str) else list(names) for name, names in dims.items()}
-        self.used: set[str] = set()
-
-    def of(self, name: str, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
-        """Dimensions of a variable with their coordinates, in order."""
-        given = self.dims.get(name, [])
-        self.used.add(name)
-        if len(given) > len(shape):
-            msg = (
-                f"`dims` names {given} for {name!r}, which has shape {shape} without chain and draw. "
-                f"Give at most {len(shape)} names."
-            )
-            raise ValueError(msg)
-        result = {}
-        for axis, size in enumerate(shape):
-            dim = given[axis] if axis < len(given) else f"{name}_dim_{axis}"
-            values = self.coords.get(dim, np.arange(size))
-            if values.shape != (size,):
-                msg = (
-                    f"`coords` has values of shape {values.shape} for {dim!r}, but that dimension of {name!r} has size "
-                    f"{size}. Give one value for each entry."
-                )
-                raise ValueError(msg)
-            result[dim] = values
-        return result
-
-    def check_used(self) -> None:
-        """Raise if `dims` names something that is not a variable."""
-        if set(self.dims) - self.used:
-            msg = f"`dims` names {sorted(set(self.dims) - self.used)}, but the variables are {sorted(self.used)}."
-            raise ValueError(msg)
-
-
-class _Variable(NamedTuple):
-    """A variable with its dimensions, and coordinates that belong to it."""
-
-    dims: tuple[str, ...]
-    values: np.ndarray
-    coords: dict[str, tuple[tuple[str, ...], np.ndarray]]
-
-
-def _variable(names: _Names, name: str, values: np.ndarray, *, draws: bool) -> _Variable:
-    dims = names.of(name, values.shape[1:] if draws else values.shape)
-    coords = {dim: ((dim,), at) for dim, at in dims.items()}
-    return _with_draws(_Variable(tuple(dims), values, coords)) if draws else _Variable(tuple(dims), values, coords)
-
-
-def _with_draws(variable: _Variable) -> _Variable:
-    values = variable.values[None]
-    coords = {"chain": (("chain",), np.arange(1)), "draw": (("draw",), np.arange(values.shape[1]))}
-    return _Variable(("chain", "draw", *variable.dims), values, {**coords, **variable.coords})
-
-
-def _observed_only(names: _Names, name: str, values: np.ndarray, keep: np.ndarray, *, draws: bool) -> _Variable:
-    """The entries of a variable that were observed, along one dimension in the place of the batch's."""
-    if keep.all() or not keep.ndim:
-        return _variable(names, name, values, draws=draws)
-    lead = int(draws)
-    shape = values.shape[lead:]
-    dims = names.of(name, shape)
-    batch, event = list(dims)[: keep.ndim], list(dims)[keep.ndim :]
-    flat = values.reshape(*values.shape[:lead], math.prod(keep.shape), *shape[keep.ndim :])
-    kept = np.compress(keep.ravel(), flat, axis=lead)
-    own = f"{name}_observed"
-    coords = {dim: ((dim,), dims[dim]) for dim in event}
-    where = {dim: dims[dim][index] for dim, index in zip(batch, np.nonzero(keep), strict=True)}
-    if len(batch) == 1:
-        coords[own] = ((own,), where[batch[0]])
+def _as_arviz(
+    az: ModuleType,
+    groups: dict[str, dict[str, np.ndarray]],
+    masks: Mapping[str, np.ndarray],
+    coords: dict[str, np.ndarray],
+    dims: dict[str, list[str]],
+) -> Any:
+    """The groups as ArviZ's object, of masked sites only the entries that were observed."""
+    of_entries: dict[str, tuple[str, np.ndarray]] = {}  # coordinates along the dimensions of observed entries
+    for name, mask in masks.items():
+        if mask.all() or not mask.ndim:
+            continue
+        given = [*dims.get(name, []), *(f"{name}_dim_{axis}" for axis in range(len(dims.get(name, [])), mask.ndim))]
+        batch, own = given[: mask.ndim], f"{name}_observed"
+        kept = dict(zip(batch, np.nonzero(mask), strict=True))
+        at = [coords[dim][index] if dim in coords else index for dim, index in kept.items()]
+        if len(batch) == 1:
+            coords[own] = at[0]
+        else:  # not the dimension's own name: another site may have it as a dimension
+            labels = [dim if dim.startswith(f"{name}_") else f"{name}_{dim}" for dim in batch]
+            of_entries.update({label: (own, values) for label, values in zip(labels, at, strict=True)})
+        dims[name] = [own, *given[mask.ndim :]]
+        for group in ("posterior_predictive", "log_likelihood"):
+            groups[group][name] = groups[group][name][:, mask]
+        groups["observed_data"][name] = groups["observed_data"][name][mask]
+    # One chain.
+    data = {
+        group: sites if group.endswith("_data") else {name: value[None] for name, value in sites.items()}
+        for group, sites in groups.items()
+        if sites
+    }
+    if az.__version__.startswith("0."):
+        found = az.from_dict(**data, coords=coords, dims=dims)
     else:
-        coords[own] = ((own,), np.arange(int(keep.sum())))
-        # Not the dimension's own name: another site may have it as a dimension.
-        coords.update({d if d.startswith(f"{name}_") else f"{name}_{d}": ((own,), at) for d, at in where.items()})
-    variable = _Variable((own, *event), kept, coords)
-    return _with_draws(variable) if draws else variable
-
-
-def _groups(outputs: Outputs, constant: dict[str, np.ndarray], names: _Names) -> dict[str, dict[str, _Variable]]:
-    observed = {name: value[0] for name, value in outputs[OBSERVED].items()}
-    if not observed:
-        msg = (
-            "No site of the model is observed, so there is nothing to judge the fit by. Pass the outcomes too, as they "
-            "were given to `SVI.run`."
-        )
-        raise ValueError(msg)
-    for name, mask in outputs[MASK].items():
-        if not np.all(mask == mask[:1]):
-            msg = f"The mask of the observed site {name!r} is not the same in all draws, so that its data are not data."
-            raise ValueError(msg)
-    masks = {name: mask[0] for name, mask in outputs[MASK].items()}
-
-    def of_data(name: str, values: np.ndarray, *, draws: bool) -> _Variable:
-        if name not in masks:
-            return _variable(names, name, values, draws=draws)
-        return _observed_only(names, name, values, masks[name], draws=draws)
-
-    stats = {"lp": _summed(outputs[LOG_P]), "log_q": _summed(outputs[LOG_Q])}
-    constant = {
-        name: value
-        for name, value in constant.items()
-        if not any(_same(value, outcome) for outcome in observed.values())
-    }
-    groups = {
-        "posterior": {n: _variable(names, n, v, draws=True) for n, v in outputs[POSTERIOR].items()},
-        "posterior_predictive": {n: of_data(n, v, draws=True) for n, v in outputs[PREDICTIVE].items()},
-        "log_likelihood": {n: of_data(n, v, draws=True) for n, v in outputs[LIKELIHOOD].items()},
-        "sample_stats": {n: _variable(names, n, v, draws=True) for n, v in stats.items()},
-        "observed_data": {n: of_data(n, v, draws=False) for n, v in observed.items()},
-        "constant_data": {n: _variable(names, n, v, draws=False) for n, v in constant.items()},
-    }
-    return {group: variables for group, variables in groups.items() if variables}
+        found = az.from_dict(data, coords=coords, dims=dims)
+    for group in data:
+        here = {label: at for label, at in of_entries.items() if at[0] in found[group].dims}
+        found[group].coords.update(here)
+    return found
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
@@ -254,53 +173,10 @@ def _constant(model: Callable, args: tuple, kwargs: dict) -> dict[str, np.ndarra
         arguments = inspect.signature(model).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
         arguments = {f"arg_{number}": arg for number, arg in enumerate(args)} | kwargs
-    found: dict[str, np.ndarray] = {}
-    for name, path, leaf in _leaves(arguments):
-        if isinstance(leaf, Array | np.ndarray | np.number | int | float) and not isinstance(leaf, bool):
-            value = np.asarray(leaf)
-            if value.dtype.kind in "biuf":
-                found["_".join([name, *path])] = value
-    return found
-
-
-def _leaves(arguments: Mapping[str, Any]) -> Iterator[tuple[str, list[str], Any]]:
-    for name, argument in arguments.items():
-        for path, leaf in jax.tree_util.tree_leaves_with_path(argument):
-            keys = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
-            yield name, keys, leaf
-
-
-def _without_slashes(variables: Mapping[str, tuple]) -> dict[str, tuple]:
-    """Variables and their dimensions with dots for slashes, which divide NumPyro's scopes, and groups of a file."""
-    renamed = {
-        name.replace("/", "."): (tuple(dim.replace("/", ".") for dim in dims), values)
-        for name, (dims, values) in variables.items()
+    return {
+        _dotted(jax.tree_util.keystr(path, simple=True, separator="_")): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(dict(arguments))
+        if isinstance(leaf, Array | np.ndarray | np.number | int | float)
+        and not isinstance(leaf, bool)
+        and np.asarray(leaf).dtype.kind in "biuf"
     }
-    if len(renamed) < len(variables):
-        msg = f"Of the names {sorted(variables)} two are the same with dots for slashes. Rename one of the sites."
-        raise ValueError(msg)
-    return renamed
-
-
-def _as_arviz(az: ModuleType, groups: Mapping[str, dict[str, _Variable]]) -> Any:
-    import xarray
-
-    # The same attributes that ArviZ writes; `sample_dims` is read by ArviZ 1.
-    attributes = {
-        "created_at": dt.datetime.now(dt.UTC).isoformat(),
-        "creation_library": "numpyro_sgp",
-        "inference_library": "numpyro",
-        "inference_library_version": metadata.version("numpyro"),
-    }
-    datasets = {}
-    for group, variables in groups.items():
-        coords: dict[str, Any] = {}
-        for variable in variables.values():
-            coords.update(variable.coords)
-        data = {name: (variable.dims, variable.values) for name, variable in variables.items()}
-        data, coords = _without_slashes(data), _without_slashes(coords)
-        sampled = {} if group.endswith("_data") else {"sample_dims": ["chain", "draw"]}
-        datasets[group] = xarray.Dataset(data, coords, {**attributes, **sampled})
-    if az.__version__.startswith("0."):
-        return az.InferenceData(**datasets)
-    return xarray.DataTree.from_dict(datasets)

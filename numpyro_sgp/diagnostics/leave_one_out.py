@@ -14,11 +14,12 @@ import numpy as np
 from numpyro import handlers
 import numpyro.distributions as dist
 from numpyro.infer import SVI
+from numpyro.infer.svi import SVIRunResult
 
 from numpyro_sgp._internal.checks import at_least
 from numpyro_sgp.diagnostics.importance import LEAST_DRAWS, pareto_smoothed, subsampled
 from numpyro_sgp.diagnostics.inference_data import arviz_module
-from numpyro_sgp.diagnostics.outputs import Result, fitted_values
+from numpyro_sgp.diagnostics.outputs import fitted_values
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import Trace, posteriors_of
 from numpyro_sgp.distributions.wrappers import log_prob_of, observed_mask, unwrap
@@ -34,7 +35,7 @@ __all__ = ["loo_cavity"]
 def loo_cavity(
     rng_key: Array,
     svi: SVI,
-    result: Result | Mapping[str, Any],
+    result: SVIRunResult | Mapping[str, Any],
     *model_args: Any,
     var_name: str | None = None,
     num_samples: int = 200,
@@ -81,8 +82,7 @@ def loo_cavity(
         for Gaussian latent variable models", section 3.
     """
     az = arviz_module()
-    hint = "One draw does not tell whether the hyperparameters have a posterior; the default is 200."
-    num_samples = at_least(2, "num_samples", num_samples, hint)
+    num_samples = at_least(2, "num_samples", num_samples, "The default is 200.")
     params, mutable_state = fitted_values(result)
     kwargs = {**svi.static_kwargs, **model_kwargs}
     loss = QuadratureELBO(num_nodes, num_samples=num_draws)
@@ -129,18 +129,29 @@ class _Cavities:
             raise ValueError(msg)
         self.name = _observed_site(model_trace, var_name)
         site = model_trace[self.name]
-        _check_whole(model_trace, site, self.name)
+        if subsampled(model_trace) or site["scale"] is not None:
+            msg = (
+                f"The observed site {self.name!r} is scaled, or its plates take some of its rows, so that a row does "
+                "not count as one datum. Pass all rows to a model whose plates take them, without `handlers.scale`."
+            )
+            raise ValueError(msg)
         self.mask = np.broadcast_to(observed_mask(site["fn"]), site["fn"].batch_shape)
         for name, q in posteriors_of(guide_trace).items():
             rows = self.mask.shape[-1:]
             if q.event_shape != rows or self.mask.shape not in (rows, (*q.batch_shape, *rows)):
                 msg = (
-                    f"`loo_cavity` leaves out one row of the GP sites at a time, but the observed site {self.name!r} "
-                    f"has data of shape {self.mask.shape} and the GP site {name!r} has shape "
-                    f"{(*q.batch_shape, *q.event_shape)}. Use `az.loo` on what `to_arviz` gives."
+                    f"The observed site {self.name!r} has data of shape {self.mask.shape}, and the GP site {name!r} "
+                    f"has shape {(*q.batch_shape, *q.event_shape)}. `loo_cavity` needs one datum for each row of the "
+                    "GP site. Use `az.loo` on what `to_arviz` gives."
                 )
                 raise ValueError(msg)
-        self._check_families(posteriors_of(guide_trace))
+            if not svi.guide.family(name).has_cavities:
+                msg = (
+                    f"The posterior of the GP site {name!r}, {type(svi.guide.family(name)).__name__}, has a mean and a "
+                    "covariance that are not those of one Gaussian. Use `az.loo` on what `to_arviz` gives, or another "
+                    "guide, such as `AutoSVGP` or `AutoTSVGP`."
+                )
+                raise ValueError(msg)
         self._check_rows(particle, guide_trace, posteriors_of(guide_trace))
 
     def _run(self, key: Array) -> tuple[Particle, Trace, Trace]:
@@ -157,41 +168,23 @@ class _Cavities:
         site = particle.run_model(guide_trace, values)[self.name]
         return log_prob_of(site["fn"], site["value"])
 
-    def _check_families(self, posteriors: Mapping[str, SparsePosterior]) -> None:
-        """Raise where a datum's site is not a part of q."""
-        for name in posteriors:
-            family = self.svi.guide.family(name)
-            if not family.has_cavities:
-                msg = (
-                    f"The guide gives the GP site {name!r} a posterior of the family {type(family).__name__}, but data "
-                    "can be taken out of a posterior only where mean and covariance share a basis, in one Gaussian. "
-                    "Use `az.loo` on what `to_arviz` gives, or another guide, such as `AutoSVGP` or `AutoTSVGP`."
-                )
-                raise ValueError(msg)
-
     def _check_rows(self, particle: Particle, guide_trace: Trace, posteriors: Mapping[str, SparsePosterior]) -> None:
         """Raise where the density of a datum depends on other rows of the GP sites than its own.
 
-        Where it does not, changing the signs of a tangent row by row changes those of the derivative. The signs are the
-        binary digits of the number of the row, so any two rows have different ones once.
+        Where it does not, a tangent weighed by a number for each row has the derivative weighed by these numbers.
         """
-        shape = self.mask.shape
-        digits = np.arange(max((self.mask.size - 1).bit_length(), 1)).reshape(-1, *[1] * len(shape))
-        signs = jnp.asarray(1.0 - 2.0 * (np.arange(self.mask.size).reshape(shape) >> digits & 1))
         values = {name: guide_trace[name]["value"] for name in posteriors}
-        keys = jax.random.split(jax.random.key(1), len(values))
-        tangent = {
-            name: jax.random.normal(key, value.shape, value.dtype)
-            for key, (name, value) in zip(keys, values.items(), strict=True)
-        }
+        rng = np.random.default_rng(1)
+        weights = jnp.asarray(rng.normal(size=self.mask.shape))
+        tangent = {name: jnp.asarray(rng.normal(size=value.shape), value.dtype) for name, value in values.items()}
 
-        def along(sign: Array) -> Array:
-            tangents = {name: sign.astype(t.dtype) * t for name, t in tangent.items()}
+        def along(weights: Array) -> Array:
+            tangents = {name: weights.astype(t.dtype) * t for name, t in tangent.items()}
             return jax.jvp(lambda values: self._log_prob(particle, guide_trace, values), (values,), (tangents,))[1]
 
-        changed, alone = jax.vmap(along)(signs), signs * along(jnp.ones(shape))
-        rounding = jnp.sqrt(jnp.finfo(changed.dtype).eps) * jnp.abs(alone)
-        if jnp.any(jnp.abs(changed - alone) > rounding):
+        weighed, alone = along(weights), weights * along(jnp.ones(self.mask.shape))
+        rounding = jnp.sqrt(jnp.finfo(weighed.dtype).eps) * jnp.abs(alone)
+        if jnp.any(jnp.abs(weighed - alone) > rounding):
             msg = (
                 f"`loo_cavity` needs the observed site {self.name!r} to depend on row n of {sorted(values)} alone at "
                 "datum n, and some data depend on other rows. Give `GaussianProcess` its inputs in the order of the "
@@ -254,15 +247,11 @@ class _Likelihood:
 
     Args:
         log_prob: of values of f, (D, ...), at each datum, (...).
-        z: standard normal nodes, (K, D, ...).
-        weights: theirs, (K,).
+        z: standard normal nodes, (K, D, ...), with weights (K,).
+        weights: theirs.
         mean: m, (D, ...).
         variance: v, (D, ...).
         floor: the least β, or None.
-
-    Attributes:
-        alpha: α, (D, ...).
-        beta: β, (D, ...).
     """
 
     def __init__(
@@ -313,7 +302,7 @@ class _Likelihood:
         x = _matvec(U, root**2 * (turned[0] + precision * turned[1]) + root * self.z)
         log_ratio = 0.5 * jnp.sum(self.z**2 - x**2, axis=1) + jnp.sum(jnp.log(root), axis=0)
         values = self.log_prob(mean + scale * x) + log_ratio
-        return jax.scipy.special.logsumexp(values, axis=0, b=_column(self.weights, values.ndim - 1))
+        return jax.scipy.special.logsumexp(values, axis=0, b=self.weights.reshape(-1, *[1] * (values.ndim - 1)))
 
 
 def _eigen(G: Array) -> tuple[Array, Array]:
@@ -333,35 +322,11 @@ def _standardised(z: Array) -> Array:
     """Draws, (K, D, ...), with the second moments of a standard normal: their averages of quadratics are exact."""
     K, D = z.shape[:2]
     if K < 2 * D:
-        msg = (
-            f"`num_draws` must be at least {2 * D}, twice the number of latents of a datum, got {K}. The default is "
-            "1000."
-        )
+        msg = f"`num_draws` must be at least {2 * D}, twice the number of latents of a datum, got {K}."
         raise ValueError(msg)
     second = jnp.einsum("ki...,kj...->...ij", z, z, precision=jax.lax.Precision.HIGHEST) / K
     L = jnp.linalg.cholesky(second)
     return jnp.moveaxis(solve_lower(L, jnp.moveaxis(z, (0, 1), (-1, -2))), (-1, -2), (0, 1))
-
-
-def _column(weights: Array, axes: int) -> Array:
-    return weights.reshape(weights.shape + (1,) * axes)
-
-
-def _check_whole(trace: Trace, site: dict[str, Any], name: str) -> None:
-    """Raise where the site is not all of the data, each counted once."""
-    sizes = subsampled(trace)
-    if sizes:
-        msg = (
-            f"The model has plates that take {sorted(sizes)} of their (size, subsample size), so that each draw would "
-            "have other rows. Pass all rows to a model whose plates take them."
-        )
-        raise ValueError(msg)
-    if site["scale"] is not None:
-        msg = (
-            f"The observed site {name!r} is scaled, so that a row does not count as one datum. Use a model without "
-            "`handlers.scale`."
-        )
-        raise ValueError(msg)
 
 
 def _observed_site(trace: Trace, var_name: str | None) -> str:
@@ -387,8 +352,7 @@ def _elpd_data(az: ModuleType, name: str, loo: np.ndarray, full: np.ndarray) -> 
     if np.allclose(loo, loo[:1], rtol=rounding, atol=rounding, equal_nan=True):  # the hyperparameters are fixed
         pointwise, khat, good_k = loo[0], np.zeros(N), 0.7
     else:
-        hint = "The hyperparameters have a posterior, and the tail of their weights is a fifth; the default is 200."
-        at_least(LEAST_DRAWS, "num_samples", S, hint)
+        at_least(LEAST_DRAWS, "num_samples", S, "The hyperparameters have a posterior; the default is 200.")
         good_k = min(1.0 - 1.0 / math.log10(S), 0.7)
         log_weights, khat = pareto_smoothed(az, -loo.T)
         pointwise = np.logaddexp.reduce(log_weights + loo.T, axis=-1)

@@ -5,7 +5,7 @@ here, so that batches of rows of one draw belong to the same function.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, cast
 import warnings
 
 import jax
@@ -37,7 +37,6 @@ __all__ = [
     "PREDICTIVE",
     "Draws",
     "Outputs",
-    "Result",
     "fitted_values",
     "log_ratio",
     "log_ratio_dense",
@@ -45,49 +44,22 @@ __all__ = [
 ]
 
 
-class Result(Protocol):
-    """What `SVI.run` returns: an `SVIRunResult` is one."""
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """Fitted parameters."""
-        ...
-
-    @property
-    def state(self) -> Any:
-        """The last state, for mutable sites."""
-        ...
-
-
 Outputs = dict[str, dict[str, Any]]
 
 
-# What one draw consists of, by the names used inside this module; only some of them become groups of their own.
-POSTERIOR, PREDICTIVE, LIKELIHOOD, OBSERVED, MASK = "posterior", "predictive", "likelihood", "observed", "mask"
-
-
-LOG_P, LOG_Q = "log_p", "log_q"
+# What one draw consists of: groups of ArviZ, and what others are made of.
+POSTERIOR, PREDICTIVE, LIKELIHOOD, OBSERVED = "posterior", "posterior_predictive", "log_likelihood", "observed_data"
+MASK, LOG_P, LOG_Q = "mask", "log_p", "log_q"
 
 
 def fitted_values(result: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parameters and mutable state of what `SVI.run` returns, or of a dict of parameters."""
     if isinstance(result, Mapping):
         return dict(result), {}
-    params = getattr(result, "params", None)
-    if not isinstance(params, Mapping):
-        msg = (
-            f"`result` must be what `SVI.run` returns or a dict of parameters, got {type(result).__name__}. "
-            "For a state write svi.get_params(state)."
-        )
+    if not isinstance(getattr(result, "params", None), Mapping):
+        msg = f"`result` must be what `SVI.run` returns or a dict of parameters, got {type(result).__name__}."
         raise TypeError(msg)
-    return dict(params), dict(getattr(result.state, "mutable_state", None) or {})
-
-
-class _Rows(NamedTuple):
-    """Which rows a run of the model sees: all that its arguments hold, or some of a plate that subsamples."""
-
-    plate: str | None = None
-    indices: Any = None
+    return dict(result.params), dict(getattr(result.state, "mutable_state", None) or {})
 
 
 class Draws:
@@ -108,8 +80,17 @@ class Draws:
         # Names of sites with an axis of rows: their randomness is fresh in each batch, that of others is shared.
         self.by_row: frozenset[str] = frozenset()
 
-    def one(self, params: dict[str, Any], key: Array, batch: ArrayLike, rows: _Rows, args: tuple, kwargs: dict) -> Any:
-        """One draw as `Outputs`; `batch` is the number of the batch that the rows are."""
+    def one(
+        self,
+        params: dict[str, Any],
+        key: Array,
+        batch: ArrayLike,
+        args: tuple,
+        kwargs: dict,
+        plate: str | None = None,
+        rows: Any = None,
+    ) -> Outputs:
+        """One draw for the batch of that number, of all rows in the arguments or of some rows of a plate."""
         key_guide, key_f, key_model, key_y = jax.random.split(key, 4)
         values = {**params, **self.mutable_state}
         log_ratios: dict[str, Array] = {}
@@ -118,9 +99,9 @@ class Draws:
             return batch if site in self.by_row else 0
 
         def substitute(msg: dict) -> Any:
-            if msg["type"] == "plate" and msg["name"] == rows.plate:
-                msg["args"] = (msg["args"][0], rows.indices.shape[0])
-                return rows.indices
+            if msg["type"] == "plate" and msg["name"] == plate:
+                msg["args"] = (msg["args"][0], rows.shape[0])
+                return rows
             if msg["type"] == "sample" and msg["value"] is None and isinstance(unwrap(msg["fn"]), SparsePosterior):
                 name, q = msg["name"], cast(SparsePosterior, unwrap(msg["fn"]))
                 site_key = jax.random.fold_in(key_f, len(log_ratios))
@@ -153,49 +134,31 @@ class Draws:
 
     def over_all_rows(self, args: tuple, kwargs: dict, batch_size: int | None) -> Outputs:
         """All draws for all rows, as NumPy arrays with a leading axis of draws."""
-        plate = self._subsampling_plate(args, kwargs)
-        N, B = plate.args if plate is not None else (num_rows(args, batch_size), batch_size)
-        B = B if batch_size is None else batch_size
-        if B is not None:
-            B = positive("batch_size", B, "None is for all rows at once.")
+        plate, N, B = self._subsampling_plate(args, kwargs) or (None, num_rows(args, batch_size), batch_size)
+        if batch_size is not None:
+            B = positive("batch_size", batch_size, "None is for all rows at once.")
         if plate is None and (B is None or B >= N):
             # Arguments as the caller gave them, so that a model may look at their values, as under `SVI.run`.
-            draw = jax.lax.map(lambda key: self.one(self.params, key, 0, _Rows(), args, kwargs), self.keys)
-            return jax.tree.map(np.asarray, draw)
+            draws = jax.lax.map(lambda key: self.one(self.params, key, 0, args, kwargs), self.keys)
+            return jax.tree.map(np.asarray, draws)
         B = min(cast(int, B), N)
-        if plate is not None:
-            return self._by_indices(plate.name, N, B, args, kwargs)
-        return self._by_arguments(N, B, args, with_num_data(self.model, args, kwargs, N))
+        fixed, arrays = split_arrays((args, kwargs) if plate else (args, {}))
+        kwargs = kwargs if plate else with_num_data(self.model, args, kwargs, N)
 
-    def _by_indices(self, plate: str, N: int, B: int, args: tuple, kwargs: dict) -> Outputs:
-        fixed, dynamic = split_arrays((args, kwargs))
+        def draw(params: dict[str, Any], data: tuple[list, Any], batch: ArrayLike, key: Array) -> Outputs:
+            args, arrays_by_keyword = fixed(data[0])
+            return self.one(params, key, batch, args, {**kwargs, **arrays_by_keyword}, plate, data[1])
 
-        def draw(params: dict[str, Any], data: tuple[list, Array], batch: ArrayLike, key: Array) -> Outputs:
-            leaves, indices = data
-            args, kwargs = fixed(leaves)
-            return self.one(params, key, batch, _Rows(plate, indices), args, kwargs)
+        def cut(rows: np.ndarray) -> tuple[list, Any]:
+            return (arrays, jnp.asarray(rows)) if plate else ([leaf[rows[0] : rows[-1] + 1] for leaf in arrays], None)
 
-        def like(B: int) -> Any:
-            return dynamic, jax.ShapeDtypeStruct((B,), jnp.asarray(0).dtype)
+        return self._joined(N, B, draw, cut)
 
-        return self._joined(N, B, draw, lambda rows: (dynamic, jnp.asarray(rows)), like)
-
-    def _by_arguments(self, N: int, B: int, args: tuple, kwargs: dict) -> Outputs:
-        fixed, dynamic = split_arrays(args)
-
-        def draw(params: dict[str, Any], data: list, batch: ArrayLike, key: Array) -> Outputs:
-            return self.one(params, key, batch, _Rows(), fixed(data), kwargs)
-
-        def like(B: int) -> Any:
-            return [jax.ShapeDtypeStruct((B, *np.shape(leaf)[1:]), jnp.result_type(leaf)) for leaf in dynamic]
-
-        return self._joined(N, B, draw, lambda rows: [leaf[rows[0] : rows[-1] + 1] for leaf in dynamic], like)
-
-    def _joined(self, N: int, B: int, draw: Callable, data: Callable, like: Callable) -> Outputs:
+    def _joined(self, N: int, B: int, draw: Callable, data: Callable) -> Outputs:
         """Outputs of batches of B rows, joined along the axes whose length follows the number of rows."""
 
         def shapes(B: int) -> Any:
-            return jax.eval_shape(draw, self.params, like(B), 0, self.keys[0])
+            return jax.eval_shape(draw, self.params, data(np.arange(B)), 0, self.keys[0])
 
         axes = jax.tree.map(
             lambda a, b: [axis for axis, (i, j) in enumerate(zip(a.shape, b.shape, strict=True)) if i != j],
@@ -209,13 +172,12 @@ class Draws:
             return jax.lax.map(lambda key: draw(params, data, batch, key), keys)
 
         # The last batch is a whole one too, so that nothing is compiled again: it repeats rows, which are dropped.
-        starts = range(0, N, B)
-        rows = [np.arange(B) + min(start, N - B) for start in starts]
-        new = [batch_rows >= start for batch_rows, start in zip(rows, starts, strict=True)]
-        parts = [
-            jax.tree.map(np.asarray, draws(self.params, data(batch_rows), jnp.asarray(batch), self.keys))
-            for batch, batch_rows in enumerate(rows)
-        ]
+        parts, new = [], []
+        for batch, start in enumerate(range(0, N, B)):
+            rows = np.arange(B) + min(start, N - B)
+            part = draws(self.params, data(rows), jnp.asarray(batch), self.keys)
+            parts.append(jax.tree.map(np.asarray, part))
+            new.append(rows >= start)
         outputs: Outputs = {group: {} for group in axes}
         for group, sites in axes.items():
             for name, site_axes in sites.items():
@@ -224,22 +186,21 @@ class Draws:
                     outputs[group][name] = joined
         return outputs
 
-    def _subsampling_plate(self, args: tuple, kwargs: dict) -> "_Plate | None":
-        """The plate that subsamples when the model is given all data, if there is one."""
-        found: dict[str, _Plate] = {}
+    def _subsampling_plate(self, args: tuple, kwargs: dict) -> tuple[str, int, int] | None:
+        """Name, size and subsample size of the plate that subsamples when the model is given all data, if any."""
+        found: dict[str, tuple[str, int, int]] = {}
 
         def look(msg: dict) -> None:
             if msg["type"] == "plate":
                 size, subsample_size = msg["args"]
                 if subsample_size is not None and subsample_size < size:
-                    found[msg["name"]] = _Plate(msg["name"], (size, subsample_size))
-
-        values = {**self.params, **self.mutable_state}
+                    found[msg["name"]] = msg["name"], size, subsample_size
 
         def run(key: Array) -> None:
-            model = handlers.substitute(handlers.seed(self.guide, key), data=values)
+            values = {**self.params, **self.mutable_state}
+            guide = handlers.substitute(handlers.seed(self.guide, key), data=values)
             with handlers.block(), handlers.mask(mask=False), handlers.substitute(substitute_fn=look):
-                model(*args, **kwargs)
+                guide(*args, **kwargs)
 
         jax.eval_shape(run, self.keys[0])
         if len(found) > 1:
@@ -249,11 +210,6 @@ class Draws:
             )
             raise ValueError(msg)
         return next(iter(found.values()), None)
-
-
-class _Plate(NamedTuple):
-    name: str
-    args: tuple[int, int]
 
 
 def _draw_process(
@@ -380,10 +336,10 @@ def _join(group: str, name: str, values: list[np.ndarray], new: list[np.ndarray]
     shape = values[0].shape[1:]
     if group == POSTERIOR:
         msg = (
-            f"The site {name!r} of shape {shape} is a function of a batch, not of its rows one by one, so it cannot be "
-            "put together from batches and is left out. It is there when the model is run on all rows at once."
+            f"The site {name!r} of shape {shape} is a function of a batch, not of its rows one by one, and is left "
+            "out. Run the model on all rows at once to get it."
         )
-        warnings.warn(msg, stacklevel=6)
+        warnings.warn(msg, stacklevel=5)
         return None
     msg = (
         f"The site {name!r} depends on the rows of a batch but has no single axis of rows (shape {shape} for a batch), "

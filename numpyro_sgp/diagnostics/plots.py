@@ -50,8 +50,8 @@ def plot_band(
     """
     if posterior.batch_shape:
         msg = (
-            f"`posterior` has latents of shape {posterior.batch_shape}; a band is of one. Plot its mean and quantiles "
-            "with your own axes for each, or take one from `process_posterior` of a model with that latent alone."
+            f"`posterior` has latents of shape {posterior.batch_shape}, and a band is of one. Plot mean and quantiles "
+            "of each with your own axes."
         )
         raise ValueError(msg)
     if not all(0.0 < level < 1.0 for level in levels):
@@ -111,15 +111,8 @@ def plot_inducing(
         height = np.zeros(len(X)) if y is None else np.asarray(y)
         ax.plot(X[:, 0], height, ".", color="0.5", markersize=4, label="data")
         # In the coordinates of the axes' height: below the data whatever their scale.
-        ax.plot(
-            Z[:, 0],
-            np.full(len(Z), 0.02),
-            "|",
-            color="C3",
-            markersize=10,
-            transform=ax.get_xaxis_transform(),
-            label="inducing inputs",
-        )
+        low = {"transform": ax.get_xaxis_transform(), "label": "inducing inputs"}
+        ax.plot(Z[:, 0], np.full(len(Z), 0.02), "|", color="C3", markersize=10, **low)
         ax.set(xlabel="x", ylabel="" if y is None else "y")
         return ax
     first, second = columns
@@ -145,20 +138,13 @@ def plot_training(result: Any, *, window: int | None = None, ax: Any = None) -> 
     steps, finite = np.arange(1, len(elbo) + 1), np.isfinite(elbo)
     ax = _axes(ax)
     ax.plot(steps, np.where(finite, elbo, np.nan), color="C0", alpha=0.35, linewidth=0.8)
-    ends = np.arange(window, len(elbo) + 1)
     windows = np.lib.stride_tricks.sliding_window_view(np.where(finite, elbo, np.nan), window)
-    known = np.isfinite(windows).any(axis=1)
     medians = np.full(len(windows), np.nan)
+    known = np.isfinite(windows).any(axis=1)
     medians[known] = np.nanmedian(windows[known], axis=1)
-    ax.plot(ends, medians, color="C0")
-    ax.plot(
-        steps[~finite],
-        np.full((~finite).sum(), 0.98),
-        "|",
-        color="C3",
-        markersize=8,
-        transform=ax.get_xaxis_transform(),
-    )
+    ax.plot(np.arange(window, len(elbo) + 1), medians, color="C0")
+    top = {"markersize": 8, "transform": ax.get_xaxis_transform()}
+    ax.plot(steps[~finite], np.full((~finite).sum(), 0.98), "|", color="C3", **top)
     if finite.any():
         # The first steps may be far below: what is of interest is where it went.
         late = elbo[finite][len(elbo[finite]) // 10 :]
@@ -205,41 +191,30 @@ def plot_hyperparameters(
     if not var_names:
         msg = "There is no variable with at most four entries. Give `var_names`."
         raise ValueError(msg)
-    columns = {}
+    logarithmic = {name for name, kind in (scale or {}).items() if kind == "log"}
+    columns: dict[str, tuple[np.ndarray, bool]] = {}
     for name in var_names:
         flat = values[name].reshape(len(values[name]), -1)
-        columns.update({name if flat.shape[1] == 1 else f"{name}[{i}]": flat[:, i] for i in range(flat.shape[1])})
-    size, names = len(columns), list(columns)
+        labels = [name] if flat.shape[1] == 1 else [f"{name}[{i}]" for i in range(flat.shape[1])]
+        columns.update({label: (x, name in logarithmic) for label, x in zip(labels, flat.T, strict=True)})
+    size = len(columns)
     figure, axes = plt.subplots(size, size, figsize=(2.2 * size, 2.0 * size), squeeze=False, layout="constrained")
-    logarithmic = {name for name, kind in (scale or {}).items() if kind == "log"}
-
-    def is_log(label: str) -> bool:
-        return label.partition("[")[0] in logarithmic
-
-    for i, row in enumerate(names):
-        for j, column in enumerate(names):
+    for i, (row, (y, y_log)) in enumerate(columns.items()):
+        for j, (column, (x, x_log)) in enumerate(columns.items()):
             ax = axes[i, j]
             if j > i:
                 ax.set_axis_off()
                 continue
-            if is_log(column):
+            if x_log:
                 ax.set_xscale("log")
             if i == j:
-                x = columns[column]
-                low, high = x.min(), x.max()
-                bins = np.geomspace(low, high, 31) if is_log(column) else np.linspace(low, high, 31)
-                ax.hist(x, bins, color="C0", alpha=0.6)
+                ax.hist(x, (np.geomspace if x_log else np.linspace)(x.min(), x.max(), 31), color="C0", alpha=0.6)
                 ax.set_yticks([])
             else:
-                if is_log(row):
+                ax.plot(x, y, ".", color="C0", markersize=2, alpha=0.4)
+                if y_log:
                     ax.set_yscale("log")
-                ax.plot(columns[column], columns[row], ".", color="C0", markersize=2, alpha=0.4)
-            if i == size - 1:
-                ax.set_xlabel(column)
-            else:
-                ax.tick_params(labelbottom=False)
-            if j == 0 and i > 0:
-                ax.set_ylabel(row)
-            elif j > 0 and i != j:
-                ax.tick_params(labelleft=False)
+            ax.set_xlabel(column if i == size - 1 else "")
+            ax.set_ylabel(row if j == 0 < i else "")
+            ax.tick_params(labelbottom=i == size - 1, labelleft=j == 0 or i == j)
     return figure

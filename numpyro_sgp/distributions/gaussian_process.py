@@ -130,11 +130,6 @@ class GaussianProcess(dist.Distribution):
         super().__init__(batch_shape, (self.X.shape[-2],), validate_args=validate_args)
 
     @property
-    def has_rsample(self) -> bool:
-        """Draws have gradients with respect to everything that they are made of."""
-        return True
-
-    @property
     def relative_jitter(self) -> float:
         """The jitter in use: the one given, or the default of the dtype."""
         return default_jitter(self.X.dtype) if self.jitter is None else self.jitter

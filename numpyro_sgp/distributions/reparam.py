@@ -56,8 +56,8 @@ class InducingReparam(Reparam):
     ) -> None:
         if callable(inducing):
             msg = (
-                "`inducing` must be an array or an inducing object, got a function: a model under MCMC has no "
-                "initialisation in which to run it. Call it before, at the inputs and a typical kernel."
+                "`inducing` must be an array or an inducing object, got a function. Call it before, at the inputs and "
+                "a typical kernel."
             )
             raise TypeError(msg)
         if conditional not in ("mean", "independent"):
@@ -75,17 +75,10 @@ class InducingReparam(Reparam):
                 "`GaussianProcess` sites: name one of them in `config`."
             )
             raise TypeError(msg)
-        masked = isinstance(fn, dist.MaskedDistribution) and fn._mask is not True
-        if masked:
+        if obs is not None or (isinstance(fn, dist.MaskedDistribution) and fn._mask is not True):
             msg = (
-                f"The GP site {name!r} is masked, and a mask of rows does not say which whitened variables count. Mask "
-                "the likelihood."
-            )
-            raise ValueError(msg)
-        if obs is not None:
-            msg = (
-                f"The GP site {name!r} is observed, so that there is nothing to infer at it. Observe it through a "
-                "likelihood, or condition with `SparseGPRegression`."
+                f"The GP site {name!r} is observed or masked. Observe it through a likelihood, or condition with "
+                "`SparseGPRegression`; mask the likelihood."
             )
             raise ValueError(msg)
         check_width(self.inducing, prior.X)

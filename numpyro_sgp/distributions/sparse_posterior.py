@@ -55,11 +55,6 @@ class SparsePosterior(dist.Distribution):
         super().__init__(shape, prior.event_shape, validate_args=False)
 
     @property
-    def has_rsample(self) -> bool:
-        """Draws have gradients with respect to everything that they are made of."""
-        return True
-
-    @property
     def mean(self) -> Array:
         """E[f(X)], with the prior mean, (..., N)."""
         return jnp.broadcast_to(self.moments.mean + self.prior.prior_mean, self.batch_shape + self.event_shape)
@@ -128,10 +123,9 @@ class SparsePosterior(dist.Distribution):
 
     def log_prob(self, value: Array) -> Array:
         msg = (
-            "A loss or a sampler asked for log q(f) of a sparse posterior. It is a density over inducing values, not "
-            "over the values f(X), so the bound that `Trace_ELBO` forms from it would be wrong. "
-            "Use `numpyro_sgp.QuadratureELBO` or `numpyro.infer.TraceMeanField_ELBO`, which use its KL divergence. "
-            "Under MCMC leave out of the model what it predicts (`X_new`), and draw that with `Predictive` afterwards."
+            "A loss or a sampler asked for log q(f) of a sparse posterior, which is a density over inducing values. "
+            "The bound of `Trace_ELBO` would be wrong: use `numpyro_sgp.QuadratureELBO` or `TraceMeanField_ELBO`. "
+            "Under MCMC leave out of the model what it predicts, and draw that with `Predictive` afterwards."
         )
         raise NotImplementedError(msg)
 

@@ -16,7 +16,6 @@ from numpyro.distributions import constraints
 
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess, check_rows
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
-from numpyro_sgp.distributions.wrappers import unwrap
 from numpyro_sgp.inducing import AbstractInducing, as_inducing, check_new_inputs, check_width
 from numpyro_sgp.math.linalg import (
     cholesky,
@@ -34,9 +33,6 @@ from numpyro_sgp.posteriors.moments import moments
 from numpyro_sgp.posteriors.natural_parameters import AbstractSites
 
 __all__ = ["Marginals", "RegressionPosterior", "SparseGPRegression", "started_mean_and_root", "started_sites"]
-
-# What `RegressionPosterior.start` can be asked for.
-_FORMS = ("whitened", "unwhitened", "natural", "projection", "covariance", "datum")
 
 
 class Marginals(NamedTuple):
@@ -63,39 +59,6 @@ def _broadcast_rows(value: ArrayLike | Callable, X: Array, name: str) -> Array:
     return jnp.broadcast_to(values, (*values.shape[:-1], N)).astype(X.dtype)
 
 
-def _check_not_copied(fn: dist.Distribution, value: Any) -> None:
-    """Raise where a plate or a mask of the rows counts the density of all rows once for each of them."""
-    own, given, N = unwrap(fn).batch_shape, np.shape(value)[:-1], fn.event_shape[0]
-    for axis in range(-len(fn.batch_shape), 0):
-        alike = all(len(shape) < -axis or shape[axis] == 1 for shape in (own, given))
-        if alike and fn.batch_shape[axis] == N > 1:
-            msg = (
-                f"Outcomes of shape {np.shape(value)} are one value of `SparseGPRegression`, and a plate or a mask of "
-                f"size {N} around it counts the density of all {N} rows {N} times. Sample the site outside the plate "
-                "of its rows; in the place of a mask drop the rows from `X` and from the outcomes."
-            )
-            raise ValueError(msg)
-
-
-class _Expanded(dist.ExpandedDistribution):
-    """A regression in a plate."""
-
-    def mask(self, mask: Any) -> dist.MaskedDistribution:
-        return _Masked(self, mask)
-
-    def log_prob(self, value: Any, intermediates: Any = None) -> Array:
-        _check_not_copied(self, value)
-        return jnp.asarray(super().log_prob(value, intermediates))
-
-
-class _Masked(dist.MaskedDistribution):
-    """A regression under a mask, which gives the outcomes the mask's shape before they come to the regression."""
-
-    def log_prob(self, value: Any, intermediates: Any = None) -> Array:
-        _check_not_copied(self, value)
-        return jnp.asarray(super().log_prob(value, intermediates))
-
-
 class SparseGPRegression(dist.Distribution):
     """Observations of a GP with Gaussian noise: `log_prob` is the collapsed bound, the best over all q(u), in O(N M²).
 
@@ -117,8 +80,9 @@ class SparseGPRegression(dist.Distribution):
         jitter: added to the diagonal of Kuu, relative to its mean; by default 1e-6 in float64 and 1e-4 in float32.
 
     Raises:
-        ValueError: unknown `bound`; inducing inputs of another width than X; `noise_scale` of another length; a density
-            inside a plate or under a mask of the rows, which would count it once for each of them.
+        ValueError: unknown `bound`; inducing inputs of another width than X; `noise_scale` of another length; a plate
+            or a mask of N entries around the site, which would count the density once for each of its rows. For N
+            latents give the kernel a batch.
 
     References:
         Titsias (2009), "Variational learning of inducing variables in sparse Gaussian processes", equation 9;
@@ -137,6 +101,7 @@ class SparseGPRegression(dist.Distribution):
     """
 
     arg_constraints = {"noise_scale": constraints.positive}
+    reparametrized_params = ["noise_scale"]
     support = constraints.real_vector  # pyright: ignore[reportAssignmentType]
     pytree_data_fields = ("prior", "inducing")
     pytree_aux_fields = ("bound",)
@@ -164,11 +129,6 @@ class SparseGPRegression(dist.Distribution):
         batch_shape = np.broadcast_shapes(self.prior.batch_shape, self.noise_scale.shape[:-1])
         super().__init__(batch_shape, self.prior.event_shape, validate_args=validate_args)
 
-    @property
-    def has_rsample(self) -> bool:
-        """Draws have gradients with respect to everything that they are made of."""
-        return True
-
     def _blocks(self) -> tuple[Array, Array, Array]:
         """Kuu with its jitter, Kuf and kff."""
         prior = self.prior
@@ -179,10 +139,17 @@ class SparseGPRegression(dist.Distribution):
         return jnp.asarray(y, self.prior.X.dtype) - self.prior.prior_mean
 
     def expand(self, batch_shape: Sequence[int]) -> dist.Distribution:
-        return self if tuple(batch_shape) == self.batch_shape else _Expanded(self, tuple(batch_shape))
-
-    def mask(self, mask: Any) -> dist.MaskedDistribution:
-        return _Masked(self, mask)
+        # Plates and masks expand a distribution to their shape.
+        own, N = self.batch_shape, self.event_shape[0]
+        for axis in range(-len(batch_shape), 0):
+            if batch_shape[axis] == N > 1 and (len(own) < -axis or own[axis] == 1):
+                msg = (
+                    f"A plate or a mask of size {N} around `SparseGPRegression` counts the density of all {N} rows {N} "
+                    "times. Sample it outside the plate of its rows, and drop rows in the place of masking them. For "
+                    f"{N} latents give the kernel a batch."
+                )
+                raise ValueError(msg)
+        return self if tuple(batch_shape) == own else super().expand(tuple(batch_shape))
 
     def log_prob(self, value: Array) -> Array:
         check_rows(value, self.event_shape)
@@ -224,10 +191,7 @@ class SparseGPRegression(dist.Distribution):
         Raises:
             ValueError: `y` of another length than X.
         """
-        y = jnp.asarray(y)
-        if y.shape[-1:] != self.event_shape:
-            msg = f"`y` must have shape (N,) = {self.event_shape}, one value for each row of X, got {y.shape}."
-            raise ValueError(msg)
+        check_rows(y, self.event_shape)
         residual = self._residual(y)
         q = collapsed(*self._blocks(), residual, self.noise_scale**2, self.bound)
         return RegressionPosterior(self.prior, self.inducing, q.L, q.m, q.L_B, residual, q.precision)
@@ -300,15 +264,6 @@ class RegressionPosterior:
         """Joint draws of f(X_new), sample_shape + (..., N_new), for X_new (N_new, D)."""
         return self.posterior(X_new).sample(rng_key, sample_shape)
 
-    def _root(self) -> Array:
-        """Lower triangular root of B⁻¹."""
-        L_B_inverse = triangular_inverse(self.L_B)
-        return cholesky(matmul(jnp.swapaxes(L_B_inverse, -1, -2), L_B_inverse))
-
-    def _whitened_sites(self) -> tuple[Array, Array]:
-        B = matmul(self.L_B, jnp.swapaxes(self.L_B, -1, -2))
-        return matvec(B, self.m), B - jnp.eye(B.shape[-1], dtype=B.dtype)
-
     def start(self, form: str, inducing: AbstractInducing | None, X: Array) -> tuple[Array, Array]:
         """This posterior in the parameters of another family: what a guide begins with.
 
@@ -319,14 +274,8 @@ class RegressionPosterior:
             X: the guide's inputs, which must be the training inputs for one site for each row.
 
         Raises:
-            ValueError: another form, other inducing variables, or other rows.
+            ValueError: other inducing variables, or other rows.
         """
-        if form not in _FORMS:
-            msg = f"`form` must be one of {', '.join(map(repr, _FORMS))}, got {form!r}."
-            raise ValueError(msg)
-        if inducing is None and form != "datum":
-            msg = f"`form={form!r}` is one of inducing variables: give `inducing`, the guide's, got None."
-            raise ValueError(msg)
         same = jnp.ones((), bool)
         if inducing is not None:
             same = _same(self.inducing, inducing, "inducing variables", "`inducing=init_from.inducing`")
@@ -334,11 +283,13 @@ class RegressionPosterior:
             same &= _same(self.prior.X, X, "rows of X", "the same rows of X")
             first, second = self.precision * self.residual, jnp.broadcast_to(self.precision, self.residual.shape)
         elif form in ("whitened", "unwhitened"):
-            first, second = self.m, self._root()
+            L_B_inverse = triangular_inverse(self.L_B)
+            first, second = self.m, cholesky(matmul(jnp.swapaxes(L_B_inverse, -1, -2), L_B_inverse))
             if form == "unwhitened":
                 first, second = matvec(self.L, first), matmul(self.L, second)
         else:
-            first, second = self._whitened_sites()
+            B = matmul(self.L_B, jnp.swapaxes(self.L_B, -1, -2))
+            first, second = matvec(B, self.m), B - jnp.eye(B.shape[-1], dtype=B.dtype)
             if form == "covariance":
                 first = matvec(self.L, first)
                 second = matmul(self.L, matmul(second, jnp.swapaxes(self.L, -1, -2)))
@@ -362,17 +313,10 @@ def started_mean_and_root(
 ) -> tuple[Array, Array]:
     """The parameters m, (..., M), and S_sqrt, (..., M, M), which start at the prior or at a regression's optimum."""
     shape = (*batch_shape, inducing.num_inducing)
-    names = f"{prefix}m", f"{prefix}S_sqrt"
-    if init_from is None:
-        m, S_sqrt = prior_start
-        return (
-            param(names[0], jnp.broadcast_to(m, shape)),
-            param(names[1], jnp.broadcast_to(S_sqrt, (*shape, shape[-1]))),
-        )
-    start = functools.cache(lambda: init_from.start(form, inducing, X))
+    start = functools.cache(lambda: prior_start if init_from is None else init_from.start(form, inducing, X))
     return (
-        param(names[0], lambda _: jnp.broadcast_to(start()[0], shape)),
-        param(names[1], lambda _: jnp.broadcast_to(start()[1], (*shape, shape[-1]))),
+        param(f"{prefix}m", lambda _: jnp.broadcast_to(start()[0], shape)),
+        param(f"{prefix}S_sqrt", lambda _: jnp.broadcast_to(start()[1], (*shape, shape[-1]))),
     )
 
 
@@ -407,10 +351,6 @@ def _same(own: Any, other: Any, what: str, remedy: str) -> Array:
     if equal and not any(isinstance(x, Tracer) for pair in pairs for x in pair):
         equal = all(np.array_equal(a, b) for a, b in pairs)
     if not equal:
-        shapes = [jnp.shape(x) for x in leaves], [jnp.shape(x) for x in other_leaves]
-        msg = (
-            f"`init_from` was conditioned at other {what} (arrays of shapes {shapes[0]}) than the guide got "
-            f"({shapes[1]}). Give the guide {remedy}."
-        )
+        msg = f"`init_from` was conditioned at other {what} than the guide got. Give the guide {remedy}."
         raise ValueError(msg)
     return jnp.stack([jnp.array_equal(a, b) for a, b in pairs]).all()

@@ -29,31 +29,26 @@ def checked_rows(others: Any, data: Any) -> int:
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((others, data))):
         raise TypeError(TRACED)
     rows = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(data)[0]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(data):
         name = f"data{jax.tree_util.keystr(path)}"
         if isinstance(leaf, np.ma.MaskedArray):
             msg = (
                 f"`{name}` is a masked array, whose mask a model does not see. Fill it, and pass the mask as an entry "
-                "of its own for `numpyro.handlers.mask`, or leave out the rows."
+                "of its own for `numpyro.handlers.mask`."
             )
             raise TypeError(msg)
         if not isinstance(leaf, np.ndarray | Array) or leaf.ndim == 0 or leaf.dtype.kind in "OSUMm":
-            kind = f"an array of dtype {leaf.dtype}" if isinstance(leaf, np.ndarray | Array) else type(leaf).__name__
-            shape = f" and shape {leaf.shape}" if isinstance(leaf, np.ndarray | Array) else ""
             msg = (
-                f"Each entry of `data` must be an array of numbers with N rows, `{name}` is {kind}{shape}. Convert it "
-                "with numpy.asarray, and bind what has no rows to the model (`functools.partial`, or static arguments "
-                "of `SVI`)."
+                f"Each entry of `data` must be an array of numbers with N rows, `{name}` is a {type(leaf).__name__} of "
+                f"dtype {np.asarray(leaf).dtype} and shape {np.shape(leaf)}. Convert it with numpy.asarray, and bind "
+                "what has no rows to the model (`functools.partial`)."
             )
             raise TypeError(msg)
         rows[name] = leaf.shape[0]
-    if not rows or 0 in rows.values():
-        msg = f"`data` must hold at least one array with at least one row, got {rows or data!r}. Pass (X, y)."
-        raise ValueError(msg)
-    if len(set(rows.values())) > 1:
+    if len(set(rows.values())) != 1 or 0 in rows.values():
         msg = (
-            f"All entries of `data` must have the same number of rows, got {rows}. Leave out what is not one value for "
-            "each row; bind it to the model instead."
+            f"All entries of `data` must have the same number of rows, at least one, got {rows}. Pass (X, y), and bind "
+            "what is not one value for each row to the model."
         )
         raise ValueError(msg)
     return next(iter(rows.values()))

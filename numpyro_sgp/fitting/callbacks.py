@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,8 @@ class FitProgress(NamedTuple):
         losses: those of the steps since the last call, (every,).
         state: a copy of the `SVIState`, which may be kept.
         params: function without arguments that gives the constrained parameters.
-        evaluate: function of data like those of `fit`, with any number of rows, that gives the loss at them, scaled to
-            the rows of all training data; with the same random numbers at every call.
+        evaluate: function of data like those of `fit`, with at most N rows, that gives the loss at them, scaled to all
+            N rows of the training data; with the same random numbers at every call.
     """
 
     step: int
@@ -49,8 +49,8 @@ class AbstractCallback(ABC):
     def begin(self, saved: Mapping[str, np.ndarray] | None) -> None:
         """Called once before the first step, with what `state` returned last where a checkpoint is resumed, else None.
 
-        Callbacks of one class are told apart by their order. None comes also where the run that wrote the checkpoint
-        had no such callback, and where `state` returned nothing.
+        Callbacks of one class are told apart by their order. Where the run that wrote the checkpoint had no such
+        callback, or `state` returned nothing, this gets None too.
         """
 
     @abstractmethod
@@ -65,7 +65,7 @@ class EarlyStopping(AbstractCallback):
     KL), so that it compares with the training losses. The state that `fit` returns is the last one.
 
     Args:
-        data: held-out data, with the structure of the data of `fit`.
+        data: held-out data, with the structure of the data of `fit` and at most as many rows.
         every: steps between evaluations.
         patience: the run stops at this many evaluations in a row without improvement.
         min_improvement: a smaller decrease of the loss is none.
@@ -74,7 +74,7 @@ class EarlyStopping(AbstractCallback):
         losses: the losses at the held-out data so far, one for each evaluation.
 
     Raises:
-        ValueError: `every` or `patience` below 1, or `min_improvement` negative.
+        ValueError: `every` or `patience` below 1.
 
     Example:
         >>> import numpy as np, numpyro_sgp as sgp
@@ -85,9 +85,6 @@ class EarlyStopping(AbstractCallback):
         self.data = data
         self.every = positive("every", every, "The default is 100 steps.")
         self.patience = positive("patience", patience, "The default is 5 evaluations.")
-        if not min_improvement >= 0.0:
-            msg = f"`min_improvement` must not be negative, got {min_improvement!r}. The default is 0."
-            raise ValueError(msg)
         self.min_improvement = min_improvement
         self.losses: list[float] = []
 
@@ -125,17 +122,9 @@ class FunctionCallback(AbstractCallback):
 def as_callbacks(callback: Any, num_steps: int) -> list[AbstractCallback]:
     """The argument `callback` as a list; a plain function is called about a hundred times in a run."""
     given = callback if isinstance(callback, list | tuple) else [] if callback is None else [callback]
-    made: list[AbstractCallback] = []
     for one in given:
         if not callable(one) or isinstance(one, type):
-            kind = f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__
-            msg = f"`callback` must be a function of a `FitProgress`, an `AbstractCallback`, or a list, got {kind}."
+            msg = f"`callback` must be a function of a `FitProgress`, an `AbstractCallback`, or a list, got {one!r}."
             raise TypeError(msg)
-        if isinstance(one, AbstractCallback):
-            positive(
-                f"{type(one).__name__}.every", getattr(one, "every", None), "It is how many steps lie between calls."
-            )
-            made.append(one)
-        else:
-            made.append(FunctionCallback(cast(Callable, one), max(1, num_steps // 100)))
-    return made
+    every = max(1, num_steps // 100)
+    return [one if isinstance(one, AbstractCallback) else FunctionCallback(one, every) for one in given]

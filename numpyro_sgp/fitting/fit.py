@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 import contextlib
+import dataclasses
 import functools
 import os
+from pathlib import Path
 import time
 from typing import Any, cast
 import warnings
@@ -20,8 +22,8 @@ from numpyro_sgp._internal.checks import positive
 from numpyro_sgp.fitting.averages import warn_of_averages
 from numpyro_sgp.fitting.batches import Batches, checked_batch_size, checked_rows
 from numpyro_sgp.fitting.callbacks import AbstractCallback, FitProgress, as_callbacks
-from numpyro_sgp.fitting.checkpoint import Checkpoint, read_checkpoint
-from numpyro_sgp.fitting.devices import AbstractPlacement, checked_placement
+from numpyro_sgp.fitting.checkpoint import Checkpoint, named_leaves, read_arrays, restored
+from numpyro_sgp.fitting.devices import Placement
 from numpyro_sgp.fitting.program import Arguments, Program, initial_state
 from numpyro_sgp.guides.scales import warn_of_no_scale
 from numpyro_sgp.optim import num_refused
@@ -113,18 +115,26 @@ def fit(
     batch_size = checked_batch_size(batch_size, rows)
     num_steps = _checked_num_steps(num_steps, num_epochs, rows // batch_size)
     arguments = Arguments.of(svi, data, rows)
-    placement = checked_placement(sharding, batch_size, rows)
+    placement = Placement.of(sharding, batch_size)
     batches = Batches.of(rng_key, data, rows, batch_size, placement.positions)
     callbacks = as_callbacks(callback, num_steps)
     files = checkpoint if isinstance(checkpoint, Checkpoint) or checkpoint is None else Checkpoint(checkpoint)
 
-    placement.check_alike(_facts(batches, num_steps, callbacks, files))
-    run = _Run(
+    leaves = jax.tree.leaves(batches.data)
+    placement.check_alike(
         {
-            "batch_size": np.asarray(batch_size),
-            "num_data": np.asarray(rows),
-            "rng_key": batches.order,
-        },
+            "`rng_key`": batches.order.tolist(),
+            "`batch_size`": batch_size,
+            "`num_steps`": num_steps,
+            "the shapes of `data`": [leaf.shape for leaf in leaves],
+            "the first row of `data`": [leaf[0].tolist() for leaf in leaves],
+            "the last row of `data`": [leaf[-1].tolist() for leaf in leaves],
+            "when to call `callback`": [callback.every for callback in callbacks],
+            "when to write a `checkpoint`": files and files.every,
+        }
+    )
+    run = _Run(
+        {"batch_size": np.asarray(batch_size), "num_data": np.asarray(rows), "rng_key": batches.order},
         callbacks,
         files,
         initial_state(svi, rng_key, init_state, arguments, batches),
@@ -139,7 +149,7 @@ def fit(
         _steps(program, batches, run, num_steps, show)
     if program.counts_refused and placement.leads:
         _warn_of_refusals(int(num_refused(run.state)) - refused_before, run.step - begun_at)
-    state = run.state if placement.outputs is None else placement.own(run.state)
+    state = run.state if sharding is None else placement.own(run.state)
     return SVIRunResult(svi.get_params(state), state, jnp.asarray(run.losses[: run.step]))
 
 
@@ -147,30 +157,12 @@ def _warn_of_refusals(refused: int, steps: int) -> None:
     """Nothing that is refused is learnt, and a run without a progress bar shows no other sign of it."""
     if refused > max(_TOLERATED_REFUSALS * steps, 10):
         warnings.warn(
-            f"{refused} of {steps} steps were refused, because a loss, a gradient or a parameter was not finite, and "
-            "training may have stalled. Give the optimizer a smaller `step_size`, start from an older state, or use "
-            "float64; `num_refused(result.state)` counts them.",
+            f"{refused} of {steps} steps were refused, because a loss, a gradient or a parameter was not finite. Give "
+            "the optimizer a smaller `step_size`, start from an older state, or use float64. "
+            "`num_refused(result.state)` counts them.",
             UserWarning,
             stacklevel=3,
         )
-
-
-def _facts(
-    batches: Batches, num_steps: int, callbacks: list[AbstractCallback], files: Checkpoint | None
-) -> dict[str, Any]:
-    """What must be alike in all processes of a run, by the names that a user knows it by."""
-    leaves = jax.tree.leaves(batches.data)
-    return {
-        "`rng_key`": batches.order.tolist(),
-        "`batch_size`": batches.batch_size,
-        "`num_steps`": num_steps,
-        "the shapes of `data`": [leaf.shape for leaf in leaves],
-        # Processes that hold a part of the data each have parts of the same shape.
-        "the first row of `data`": [leaf[0].tolist() for leaf in leaves],
-        "the last row of `data`": [leaf[-1].tolist() for leaf in leaves],
-        "when to call `callback`": [callback.every for callback in callbacks],
-        "when to write a `checkpoint`": files and files.every,
-    }
 
 
 def _checked_num_steps(num_steps: int | None, num_epochs: int | None, steps_per_epoch: int) -> int:
@@ -183,72 +175,62 @@ def _checked_num_steps(num_steps: int | None, num_epochs: int | None, steps_per_
     return positive("num_epochs", num_epochs, "Or give `num_steps`.") * steps_per_epoch
 
 
+@dataclasses.dataclass
 class _Run:
     """What changes during a run, and what a checkpoint holds."""
 
-    def __init__(
-        self,
-        identity: dict[str, np.ndarray],
-        callbacks: list[AbstractCallback],
-        files: Checkpoint | None,
-        state: Any,
-        placement: AbstractPlacement,
-    ) -> None:
-        self.placement = placement
-        self.identity = identity
-        self.callbacks = callbacks
-        self.files = files
-        self.state = state
-        self.step = 0
-        self.saved_step = -1
-        self.losses = np.empty(0)
-        self.refused = 0
-        self.stopped = False  # by a callback
-        self.unclaimed: list[dict[str, Any]] = []  # of callbacks that this run, resumed, does not have
+    identity: dict[str, np.ndarray]
+    callbacks: list[AbstractCallback]
+    files: Checkpoint | None
+    state: Any
+    placement: Placement
+    step: int = 0
+    losses: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0))
+    refused: int = 0
+    stopped: bool = False  # by a callback
 
     def begin(self, loss_dtype: np.dtype, num_steps: int) -> None:
         """Restore the newest checkpoint where there is one."""
         self.losses = np.full(num_steps, np.nan, loss_dtype)
         newest = list(self.files.files().values())[-1:] if self.files else []
         self.placement.check_alike({"the newest checkpoint in the folder": [path.name for path in newest]})
+        arrays = read_arrays(newest[0]) if newest else {}
         if newest:
-            self._resume(newest[0], num_steps)
-        else:
-            for callback in self.callbacks:
-                callback.begin(None)
+            self._resume(newest[0], arrays, num_steps)
+        for root, callback in self._roots():
+            saved = {name.removeprefix(root): array for name, array in arrays.items() if name.startswith(root)}
+            callback.begin(saved or None)
         self.state = self.placement.replicate(self.state)
 
-    def _resume(self, path: os.PathLike, num_steps: int) -> None:
-        stored = read_checkpoint(path)
-        run = stored.restored({**self.identity, "stopped": np.asarray(self.stopped)}, "/run")
+    def _roots(self) -> list[tuple[str, AbstractCallback]]:
+        """Where a checkpoint has the state of each callback: by class, in order."""
+        names = [type(callback).__name__ for callback in self.callbacks]
+        return [(f"callbacks/{name}/{names[:i].count(name)}/", self.callbacks[i]) for i, name in enumerate(names)]
+
+    def _resume(self, path: Path, arrays: dict[str, np.ndarray], num_steps: int) -> None:
+        if not {"losses", "stopped", *self.identity} <= arrays.keys():
+            msg = f"{os.fspath(path)!r} is no checkpoint of `fit`. Give another folder."
+            raise ValueError(msg)
         for name, value in self.identity.items():
-            if not np.array_equal(run[name], value):
-                values = "another `rng_key`" if name == "rng_key" else f"`{name}` {run[name]}, this run has {value}"
+            if not np.array_equal(arrays[name], value):
+                values = "another `rng_key`" if name == "rng_key" else f"`{name}` {arrays[name]}, this run has {value}"
                 msg = (
                     f"The checkpoint {os.fspath(path)!r} was written by a run with {values}. Continue with the same, "
                     "or give another folder to start anew."
                 )
                 raise ValueError(msg)
-        losses = stored.arrays["/losses"]
+        losses = arrays["losses"]
         if len(losses) > num_steps:
             msg = (
                 f"The checkpoint {os.fspath(path)!r} is at step {len(losses)}, beyond the {num_steps} asked for. Ask "
                 "for at least as many, or give another folder to start anew."
             )
             raise ValueError(msg)
-        self.state = stored.restored(self.state, "/state")
+        self.state = restored(path, arrays, self.state, "state")
         self.losses[: len(losses)] = losses
-        self.step = self.saved_step = len(losses)
+        self.step = len(losses)
         # Without a callback there is nothing that could want the run stopped.
-        self.stopped = bool(run["stopped"]) and bool(self.callbacks)
-        # By class, in order: /callbacks/0/EarlyStopping, /callbacks/2/EarlyStopping, …
-        entries = [(root.split("/")[2:], saved) for root, saved in stored.entries("/callbacks").items()]
-        remembered = [(name, saved) for (_, name), saved in sorted(entries, key=lambda entry: int(entry[0][0]))]
-        for callback in self.callbacks:
-            own = next((entry for entry in remembered if entry[0] == type(callback).__name__), None)
-            callback.begin(None if own is None else own[1])
-            remembered = [entry for entry in remembered if entry is not own]
-        self.unclaimed = [{name: saved} for name, saved in remembered]
+        self.stopped = bool(arrays["stopped"]) and bool(self.callbacks)
 
     def next_stop(self, num_steps: int) -> int:
         """The next step at which something other than a step is to be done."""
@@ -257,8 +239,7 @@ class _Run:
 
     def between_steps(self, num_steps: int, params: Callable[[Any], Any], evaluate: Callable) -> None:
         """Call the callbacks that are due, then write the checkpoint if it is."""
-        due = [callback for callback in self.callbacks if self.step % callback.every == 0]
-        for callback in due:
+        for callback in [callback for callback in self.callbacks if self.step % callback.every == 0]:
             state = self.placement.own(self.state)  # the run's own is donated to its next dispatch
             stop = callback(
                 FitProgress(
@@ -277,24 +258,21 @@ class _Run:
                 self.files.save(self.step, self._contents())
             self.placement.wait(f"numpyro_sgp checkpoint {self.step}")  # before any process can look for it
 
-    def _contents(self) -> dict[str, Any]:
-        callbacks = [{type(callback).__name__: callback.state()} for callback in self.callbacks]
-        return {
-            "state": self.state,
-            "losses": self.losses[: self.step],
-            "run": {**self.identity, "stopped": np.asarray(self.stopped)},
-            "callbacks": callbacks + self.unclaimed,
+    def _contents(self) -> dict[str, np.ndarray]:
+        remembered = {
+            root + name: np.asarray(array)
+            for root, callback in self._roots()
+            for name, array in callback.state().items()
         }
+        run = {**self.identity, "stopped": np.asarray(self.stopped), "losses": self.losses[: self.step]}
+        return {**named_leaves(self.state, "state"), **run, **remembered}
 
 
 class _Pace:
     """How many steps to dispatch at once: one at first, then as many as take a tenth of a second."""
 
-    def __init__(self, placement: AbstractPlacement) -> None:
-        self.placement = placement
+    def __init__(self) -> None:
         self.steps = 1
-        self._dispatches = 0
-        self._agreed = 1
         self._last: float | None = None  # the first dispatch compiles, and is not measured
 
     def finished(self, steps: int) -> None:
@@ -305,18 +283,10 @@ class _Pace:
             self.steps = max(1, min(2 * self.steps, int(steps * _DISPATCH_SECONDS / seconds)))
         self._last = now
 
-    def next(self) -> int:
-        """The number for the next dispatch, the same in all processes."""
-        self._dispatches += 1
-        # Processes agree at the 1st, 2nd, 4th, 8th, … dispatch: to agree is to wait for what the devices are doing.
-        if not self.placement.several or self._dispatches & (self._dispatches - 1) == 0:
-            self._agreed = self.placement.agreed(self.steps)
-        return self._agreed
-
 
 def _steps(program: Program, batches: Batches, run: _Run, num_steps: int, show: Callable[[int], None]) -> None:
     """All steps of a run, with the next chunk of batches gathered while the device computes."""
-    pace = _Pace(program.placement)
+    pace = _Pace()
     in_flight: list[tuple[int, int, Array, Array]] = []  # at most two dispatches: first step, number, losses, refused
 
     def receive(leave: int) -> None:
@@ -341,7 +311,9 @@ def _steps(program: Program, batches: Batches, run: _Run, num_steps: int, show: 
                 chunk = program.placement.place(cast(Any, following).result())
                 end = num_steps if batches.full else min(begin + program.length, num_steps)
                 following = None if batches.full else gather(end)
-            number = min(pace.next(), program.length, end - run.step, run.next_stop(num_steps) - run.step)
+            # Several processes dispatch alike, whatever each of them measures.
+            most = program.length if program.placement.several else min(pace.steps, program.length)
+            number = min(most, end - run.step, run.next_stop(num_steps) - run.step)
             at = run.step - begin
             run.state, losses, refused = program.steps(run.state, chunk, np.int32(at), np.int32(at + number))
             in_flight.append((run.step, number, losses, refused))
@@ -355,18 +327,13 @@ def _steps(program: Program, batches: Batches, run: _Run, num_steps: int, show: 
 @contextlib.contextmanager
 def _progress(wanted: bool, run: _Run, num_steps: int, counts_refused: bool) -> Iterator[Callable[[int], None]]:
     """A function that is told of steps done."""
-    if not wanted:
-        yield lambda _: None
-        return
     import tqdm  # as NumPyro does; it is one of NumPyro's dependencies
 
     window = max(1, num_steps // 20)
-    done = run.step
-    with tqdm.tqdm(total=num_steps, initial=run.step) as bar:
+    with tqdm.tqdm(total=num_steps, initial=run.step, disable=not wanted) as bar:
 
         def show(number: int) -> None:
-            nonlocal done
-            done += number
+            done = int(bar.n) + number
             recent = run.losses[max(0, done - window) : done]
             finite = recent[np.isfinite(recent)]
             average = finite.mean() if len(finite) else np.nan
@@ -378,4 +345,4 @@ def _progress(wanted: bool, run: _Run, num_steps: int, counts_refused: bool) -> 
             bar.set_postfix_str(text, refresh=False)
             bar.update(number)
 
-        yield show
+        yield show if wanted else lambda _: None

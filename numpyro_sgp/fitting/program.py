@@ -6,7 +6,6 @@ whole run, and how the steps fall into dispatches cannot change a result.
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import inspect
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from numpyro.infer import SVI
 
 from numpyro_sgp._internal.signatures import signature_of, with_num_data
 from numpyro_sgp.fitting.batches import Batches, checked_rows, native
-from numpyro_sgp.fitting.devices import AbstractPlacement
+from numpyro_sgp.fitting.devices import Placement
 from numpyro_sgp.guides.scales import Scales
 from numpyro_sgp.optim import num_refused
 
@@ -33,7 +32,6 @@ class Arguments:
     @classmethod
     def of(cls, svi: SVI, data: Any, rows: int) -> "Arguments":
         positional = cls.positional(data)
-        _check_dict(svi.model, data)
         # An entry of the data is no N, whatever its position: it is cut into batches.
         keywords = {} if "num_data" in svi.static_kwargs else with_num_data(svi.model, (), {}, rows)
         for role, fn in (("model", svi.model), ("guide", svi.guide)):
@@ -44,13 +42,10 @@ class Arguments:
                 signature.bind(*positional, **keywords, **svi.static_kwargs)
             except TypeError as error:
                 extra = " and `num_data`" if keywords else ""
-                remedy = _keyword_remedy(signature) or (
-                    "Pass a tuple with one entry for each argument (None to leave one out); model and guide take the "
-                    "same arguments."
-                )
                 msg = (
                     f"`data` gives the {role} {len(positional)} positional argument(s){extra}, but its signature is "
-                    f"{signature}: {error}. {remedy}"
+                    f"{signature}: {error}. Pass a tuple with one entry for each argument (None to leave one out); "
+                    "model and guide take the same arguments."
                 )
                 raise TypeError(msg) from error
         return cls(keywords)
@@ -58,44 +53,6 @@ class Arguments:
     @staticmethod
     def positional(data: Any) -> tuple:
         return tuple(data) if type(data) in (tuple, list) else (data,)
-
-    def most_rows(self, rows: int) -> int:
-        """How many of some rows the model takes at once: a plate of size N is never smaller than its batch."""
-        return min([rows, *self.keywords.values()])
-
-
-def _check_dict(model: Any, data: Any) -> None:
-    """Raise for a dict of arguments by name, which the model would be given as its first argument."""
-    signature = signature_of(model)
-    if not isinstance(data, Mapping) or signature is None or not data:
-        return
-    names = [
-        name
-        for name, parameter in signature.parameters.items()
-        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ]
-    if names and names[0] in data and set(data) <= set(names):
-        given = [name for name in names if name in data]
-        msg = (
-            f"`data` is a dict with the keys {given}, which are arguments of the model, {signature}; a dict is one "
-            f"argument, the first. Pass a tuple: ({', '.join(f'data[{name!r}]' for name in given)})."
-        )
-        raise TypeError(msg)
-
-
-def _keyword_remedy(signature: inspect.Signature) -> str | None:
-    """How to call a function whose arguments have no position."""
-    kinds = {name: parameter.kind for name, parameter in signature.parameters.items() if name != "num_data"}
-    names = [name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
-    if not names or len(names) < len(kinds):
-        return None
-    own = ["num_data"] if "num_data" in signature.parameters else []
-    takes = ", ".join([*names, *(f"{name}=None" for name in own)])
-    passes = ", ".join(f"{name}={name}" for name in [*names, *own])
-    return (
-        "Arguments that are taken by keyword only cannot be given by position: make guide and `SVI` of the model "
-        f"`lambda {takes}: model({passes})`, and pass a tuple of {names}."
-    )
 
 
 def initial_state(svi: SVI, rng_key: Array, init_state: Any, arguments: Arguments, batches: Batches) -> Any:
@@ -123,7 +80,7 @@ class Program:
         arguments: Arguments,
         state: Any,
         batches: Batches,
-        placement: AbstractPlacement,
+        placement: Placement,
         stable: bool,
     ) -> None:
         self.svi = svi
@@ -170,15 +127,8 @@ class Program:
 
     def evaluate(self, state: Any, data: Any) -> float:
         """The loss at other data."""
-        rows = checked_rows((), data)
-        data = jax.tree.map(lambda leaf: np.asarray(leaf, native(leaf.dtype)), data)
-        most = self.arguments.most_rows(rows)
-        total = 0.0
-        # The loss of more rows than N is the mean over parts, each of which is scaled to N.
-        for start in range(0, rows, most):
-            part = jax.tree.map(lambda leaf, start=start: leaf[start : start + most], data)
-            total += min(most, rows - start) / rows * float(self._loss(state, part))
-        return total
+        checked_rows((), data)
+        return float(self._loss(state, jax.tree.map(lambda leaf: np.asarray(leaf, native(leaf.dtype)), data)))
 
     def _held_out_loss(self, state: Any, data: Any) -> Array:
         svi = self.svi

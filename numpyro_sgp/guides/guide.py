@@ -27,7 +27,6 @@ from numpyro_sgp.guides.handlers import (
     HiddenSamples,
     ModelForBase,
     SwapGaussianProcesses,
-    clear_errors,
     is_missing_outcome,
 )
 from numpyro_sgp.guides.joint import JointRun
@@ -134,7 +133,15 @@ class AbstractAutoSparseGP(AutoGuide):
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         predicting = numpyro.get_mask() is False
-        trace, _ = self._run_model(*self._prepared(predicting, args, kwargs), predicting, args, kwargs)
+        try:
+            trace, _ = self._run_model(*self._prepared(predicting, args, kwargs), predicting, args, kwargs)
+        except TypeError as error:
+            if "'NoneType' and 'int'" in str(error):
+                error.add_note(
+                    "If a plate has the size None: it needs N, the number of rows of the whole data set. Pass it to "
+                    "the model (`num_data=N`)."
+                )
+            raise
         return {name: site["value"] for name, site in trace.items() if site["type"] == "sample"}
 
     def _run_base(self, predicting: bool, args: tuple, kwargs: dict) -> tuple[dict[str, dict], tuple[Group, ...]]:
@@ -156,7 +163,7 @@ class AbstractAutoSparseGP(AutoGuide):
                 return not msg["infer"].get("is_auxiliary")
             return predicting and msg["type"] == "inspect"
 
-        with clear_errors(), HiddenSamples(hide_fn=hides), handlers.trace() as base_trace:
+        with HiddenSamples(hide_fn=hides), handlers.trace() as base_trace:
             self.base(*args, **kwargs)
         if names is None:
             return base_trace, () if self.joint is False else self._latents(predicting, args, kwargs).groups
@@ -170,7 +177,7 @@ class AbstractAutoSparseGP(AutoGuide):
         def find(rng_key: Array) -> Latents:
             del rng_key
             # Not the model that the base guide sees, which leaves out members once they are known.
-            with clear_errors(), handlers.block(), handlers.trace() as trace:
+            with handlers.block(), handlers.trace() as trace:
                 ModelForBase(self.model)(*args, **kwargs)
             sites = [site for site in trace.values() if site["type"] == "sample"]
             outcomes = {site["name"] for site in sites if site["is_observed"]}
@@ -227,7 +234,7 @@ class AbstractAutoSparseGP(AutoGuide):
             return SparsePosterior(prior, moments, batch_shape, joint=predicting)
 
         swap = SwapGaussianProcesses(base_trace, posterior, predicting, joint=joint)
-        with clear_errors(), handlers.trace() as trace, handlers.block(hide_fn=swap.hides), swap:
+        with handlers.trace() as trace, handlers.block(hide_fn=swap.hides), swap:
             self.model(*args, **kwargs)
         if not swap.gp_sites:
             msg = (
@@ -246,7 +253,7 @@ class AbstractAutoSparseGP(AutoGuide):
 
         def priors(value: float) -> dict[str, list]:
             given, swap = GivenGaussianProcesses(value), SwapGaussianProcesses(base_trace, _no_posterior, True)
-            with clear_errors(), handlers.block(hide_fn=swap.hides), swap, given:
+            with handlers.block(hide_fn=swap.hides), swap, given:
                 self.model(*args, **kwargs)
             return {name: jax.tree.leaves(prior) for name, prior in given.priors.items()}
 

@@ -1,7 +1,6 @@
 """Effect handlers: hide GP values from the base guide, replace GP sites by posteriors."""
 
-from collections.abc import Callable, Collection, Iterator
-import contextlib
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -23,7 +22,6 @@ __all__ = [
     "KeysBySite",
     "ModelForBase",
     "SwapGaussianProcesses",
-    "clear_errors",
     "is_missing_outcome",
 ]
 
@@ -101,12 +99,7 @@ def _key_for(site: str) -> Array:
 
 
 class KeysBySite(Messenger):
-    """Gives some sample sites keys that follow from their names, hidden ones of a base guide too.
-
-    Args:
-        rng_key: a key.
-        names: names of sites.
-    """
+    """Gives the sample sites of some names keys that follow from the names, hidden ones of a base guide too."""
 
     def __init__(self, rng_key: Array, names: Collection[str]) -> None:
         self.keys = {name: jax.random.fold_in(rng_key, number) for number, name in enumerate(sorted(names))}
@@ -194,7 +187,6 @@ class SwapGaussianProcesses(Messenger):
                 self._process_gaussian_process(msg)
             elif msg["name"] in self.base_trace:
                 site = self.base_trace[msg["name"]]
-                self._check_rows(msg, site["value"])
                 msg.update(fn=site["fn"], value=site["value"], intermediates=site["intermediates"])
                 self.exposed.add(msg["name"])
             elif is_missing_outcome(msg["name"], self.outcomes):
@@ -213,30 +205,13 @@ class SwapGaussianProcesses(Messenger):
     def _process_control_flow(self, msg: dict) -> None:
         """Gives the base guide's values to the sites inside, whose messages come here when the primitive is done."""
         self.control_flow = msg["fn"].__name__.removesuffix("_wrapper")
-        length = None
-        if self.control_flow == "scan":
-            _, _, xs, length, _ = msg["args"]
-            length = jnp.shape(jax.tree.leaves(xs)[0])[0] if length is None else length
 
         def given(site: dict) -> Any:
             if site["is_observed"] or site["name"] not in self.base_trace:
                 return None
-            value = self.base_trace[site["name"]]["value"]
-            if length is not None:
-                self._check_steps(site["name"], jnp.shape(value)[0], length)
-            return value
+            return self.base_trace[site["name"]]["value"]
 
         msg["kwargs"]["substitute_stack"].append(("substitute", given))
-
-    def _check_steps(self, name: str, count: int, length: int) -> None:
-        # A prediction may go on: NumPyro draws the steps after the last value from the prior.
-        if count == length or (self.predicting and count < length):
-            return
-        message = (
-            f"The latent site {name!r} inside `scan` has values for {count} steps, and the model now scans {length}. "
-            "The steps are one sequence, which has no minibatches: give the model all of them, and more to go on."
-        )
-        raise ValueError(message)
 
     def _process_collected(self, msg: dict) -> None:
         _check_control_flow(msg)
@@ -248,26 +223,13 @@ class SwapGaussianProcesses(Messenger):
         if self.control_flow == "cond":
             # NumPyro's `replay`, by which every loss gives the model the guide's values, stops before the branches.
             message = (
-                f"The latent site {name!r} lies inside `cond` beside a GP site. A loss replays the guide's values in "
-                "the model, and inside `cond` NumPyro draws others. Sample it before `cond`, or one site for each "
-                "branch, and take `jnp.where(pred, ...)` of them."
+                f"The latent site {name!r} lies inside `cond` beside a GP site, where NumPyro cannot replay the "
+                "guide's values. Sample it before `cond`, or one site for each branch, and take `jnp.where(pred, ...)`."
             )
             raise ValueError(message)
         if jnp.shape(msg["value"]) == jnp.shape(site["value"]):
             msg.update(fn=site["fn"], value=site["value"], intermediates=site["intermediates"])
         self.exposed.add(name)
-
-    def _check_rows(self, msg: dict, value: Any) -> None:
-        """A summary of the base guide is of all rows of a plate; the model may look at some of them."""
-        for frame in msg["cond_indep_stack"]:
-            size, axis = self.plate_sizes.get(frame.name, frame.size), frame.dim - msg["fn"].event_dim
-            if size != frame.size and jnp.ndim(value) >= -axis and jnp.shape(value)[axis] == size:
-                message = (
-                    f"The latent site {msg['name']!r} has a value for each of the {size} rows of plate {frame.name!r}, "
-                    f"of which the model looks at {frame.size}. Leave the model's arguments out for the summaries of "
-                    "such latents, or use a model whose plate has all its rows."
-                )
-                raise ValueError(message)
 
     def _process_plate(self, msg: dict) -> None:
         _check_plate(msg)
@@ -292,10 +254,9 @@ class SwapGaussianProcesses(Messenger):
             if frame.size not in fn.batch_shape[:-depth] or jnp.ndim(msg["value"]) - fn.event_dim > depth:
                 continue
             message = (
-                f"GP site {self.of_rows[frame.name]!r} lies inside plate {frame.name!r} of its {frame.size} rows. It "
-                f"is {frame.size} latents there, and the outcomes of {msg['name']!r} count for each. A GP is one "
-                "random function, not one for each row: sample it before the plate. For as many latents as rows give "
-                "these a plate of their own."
+                f"GP site {self.of_rows[frame.name]!r} lies inside plate {frame.name!r} of its {frame.size} rows, and "
+                f"so it is {frame.size} latents. A GP is one random function: sample it before the plate. For as many "
+                "latents as rows give these a plate of their own."
             )
             raise ValueError(message)
 
@@ -306,9 +267,8 @@ class SwapGaussianProcesses(Messenger):
             if size != frame.size:
                 message = (
                     f"GP site {name!r} lies inside plate {frame.name!r}, which subsamples {frame.size} of {size}. "
-                    "A GP is one random function, not one for each row: sample it before the plate, at the inputs of "
-                    "the batch (with `num_data` as the plate's size), or at all inputs and then take "
-                    "`numpyro.subsample(f, event_dim=0)` inside."
+                    "A GP is one random function: sample it before the plate, at the inputs of the batch, or at all "
+                    "inputs and then take `numpyro.subsample(f, event_dim=0)` inside."
                 )
                 raise ValueError(message)
 
@@ -366,23 +326,3 @@ def _check_plate(msg: dict) -> None:
             "Pass the number of rows of the whole data set as the plate's size (`num_data`)."
         )
         raise ValueError(message)
-
-
-@contextlib.contextmanager
-def clear_errors() -> Iterator[None]:
-    """Adds what to do to two errors that come from inside NumPyro and JAX."""
-    try:
-        yield
-    except jax.errors.UnexpectedTracerError as error:
-        error.add_note(
-            "A kernel is a function: a network that changes when it is called cannot be a part of one, such as one of "
-            "Flax NNX with batch normalisation or dropout. Leave these out, or use layer normalisation."
-        )
-        raise
-    except TypeError as error:
-        if "'NoneType' and 'int'" in str(error):
-            error.add_note(
-                "If a plate has the size None: it needs N, the number of rows of the whole data set. Pass it to the "
-                "model (`num_data=N`)."
-            )
-        raise

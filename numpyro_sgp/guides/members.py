@@ -26,7 +26,7 @@ from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.traces import Trace, scaled_log_prob
 from numpyro_sgp.distributions.wrappers import unwrap
-from numpyro_sgp.guides.handlers import Alone, CheckedPlates, GivenGaussianProcesses, clear_errors
+from numpyro_sgp.guides.handlers import Alone, CheckedPlates, GivenGaussianProcesses
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
 
 __all__ = [
@@ -97,7 +97,7 @@ def first_run(model: Callable[[], Any], *inner: Messenger) -> Trace:
         inner: handlers inside, which give values.
     """
     hidden = handlers.block(hide_fn=lambda msg: msg["type"] in ("sample", "deterministic", "plate"))
-    with clear_errors(), numpyro.validation_enabled(False), contextlib.ExitStack() as stack:
+    with numpyro.validation_enabled(False), contextlib.ExitStack() as stack:
         stack.enter_context(hidden)
         trace = stack.enter_context(handlers.trace())
         stack.enter_context(handlers.seed(rng_seed=0))

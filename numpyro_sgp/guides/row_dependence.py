@@ -1,6 +1,6 @@
 """Check that each term of the model depends on one row of f, as integration by marginals requires."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 import warnings
 
@@ -20,7 +20,6 @@ from numpyro_sgp.guides.handlers import Alone
 __all__ = ["check_rows_apart"]
 
 Trace = dict[str, dict[str, Any]]
-Values = dict[str, np.ndarray]
 
 # A term that couples a single pair of rows is seen where the halves part them, as every second does: missed in 1/256.
 _NUM_HALVES = 8
@@ -33,12 +32,11 @@ def check_rows_apart(model: Callable[[], Any], trace: Trace, sites: Mapping[str,
     """Raise where a term of the model depends on several rows of one latent at once.
 
     Most programs of terms show that each entry depends on one row, or is a sum over rows. Where one does not, numbers
-    decide: the gradient of the log density at a row of f stays as it is while other rows move, for all terms that look
-    at one row each or are linear in f, however they pick, mix or repeat what they look at. Within `jax.jit` there are
-    no numbers, and a warning says so. The inputs of another GP (a deep GP) are no terms.
+    decide: the gradient of the log density at a row of f must stay as it is while other rows move. Within `jax.jit`
+    there are no numbers, and a warning says so. The inputs of another GP (a deep GP) are no terms.
 
     Args:
-        model: the model, with its arguments given.
+        model: with its arguments given.
         trace: a run of the guide, with values for all latents, plates and parameters of the model.
         sites: the GP sites in it.
 
@@ -65,16 +63,19 @@ def check_rows_apart(model: Callable[[], Any], trace: Trace, sites: Mapping[str,
         for name, terms in unsure.items():
             warnings.warn(_unsure(name, terms), UserWarning, stacklevel=2)
         return
-    start = {name: np.asarray(value) for name, value in start.items()}
-    gradient = _gradient(lambda f: jnp.asarray(sum(jnp.sum(x) for x in entries(f).values())), start)
-    for name in unsure:
+    for name, terms in unsure.items():
         scale = np.sqrt(np.maximum(np.asarray(sites[name].moments.variance), 0.0))
-        if gradient is not None and _couples(gradient, start, name, scale):
-            terms = unsure[name]
-            alone = [_gradient(lambda f, term=term: jnp.sum(entries(f)[term]), start) for term in terms]
-            found = zip(terms, alone, strict=True)
-            coupled = [term for term, of_term in found if of_term and _couples(of_term, start, name, scale)]
-            raise ValueError(_message(name, coupled or terms))
+
+        def couples(chosen: Sequence[str], name: str = name, scale: np.ndarray = scale) -> bool:
+            def total(f: Array) -> Array:
+                found = entries({name: f})
+                return jnp.asarray(sum(jnp.sum(found[term]) for term in chosen))
+
+            gradient = _gradient(total, np.asarray(start[name]))
+            return gradient is not None and _couples(gradient, np.asarray(start[name]), scale)
+
+        if couples(terms):
+            raise ValueError(_message(name, [term for term in terms if couples([term])] or terms))
 
 
 def _is_at_hand(leaf: Any) -> bool:
@@ -104,7 +105,7 @@ def _coupled_terms(entries: Callable[[Mapping[str, Any]], dict[str, Array]], nam
     return [term for term, kind in found.items() if kind is Dependence.COUPLED]
 
 
-def _gradient(fn: Callable[[Mapping[str, Any]], Array], like: Values) -> Callable[[Values], Values] | None:
+def _gradient(fn: Callable[[Array], Array], like: np.ndarray) -> Callable[[np.ndarray], np.ndarray] | None:
     """The gradient of `fn` as one compiled program; None where it has none, or not from numbers alone."""
     try:
         program = jax.make_jaxpr(jax.grad(fn))(like)
@@ -113,58 +114,31 @@ def _gradient(fn: Callable[[Mapping[str, Any]], Array], like: Values) -> Callabl
     if not all(_is_at_hand(leaf) for leaf in program.consts):
         return None
     # The data are arguments of the program: closed over, they would be folded while it is compiled.
-    compiled = jax.jit(lambda consts, leaves: eval_jaxpr(program.jaxpr, consts, *leaves))
-
-    def gradient(f: Values) -> Values:
-        leaves, structure = jax.tree.flatten(f)
-        return jax.tree.unflatten(structure, [np.asarray(leaf) for leaf in compiled(program.consts, leaves)])
-
-    return gradient
+    compiled = jax.jit(lambda consts, f: eval_jaxpr(program.jaxpr, consts, f)[0])
+    return lambda f: np.asarray(compiled(program.consts, f))
 
 
-def _couples(gradient: Callable[[Values], Values], start: Values, name: str, scale: np.ndarray) -> bool:
-    """Whether the gradient at rows of a site moves with other rows of the same latent."""
-    f = start[name]
-    before = gradient(start)[name]
-    if not any(_moves(gradient, start, name, before, moved) for moved in _other_values(f, scale, np.asarray(True))):
-        return False
-    # Terms may look at one row of one latent and at another row of another: that is no coupling.
-    latents = np.ndindex(f.shape[:-1])
-    return f.ndim == 1 or any(
-        _moves(gradient, start, name, before, moved)
-        for latent in latents
-        for moved in _other_values(f, scale, _one_hot(latent, f.shape[:-1])[..., None])
-    )
+def _couples(gradient: Callable[[np.ndarray], np.ndarray], f: np.ndarray, scale: np.ndarray) -> bool:
+    """Whether the gradient at rows of a latent moves with other rows of the same latent.
 
-
-def _one_hot(index: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
-    chosen = np.zeros(shape, bool)
-    chosen[index] = True
-    return chosen
-
-
-def _other_values(f: np.ndarray, scale: np.ndarray, chosen: np.ndarray) -> Iterator[np.ndarray]:
-    """Values of a site, those of the chosen latents moved in half of the rows."""
+    One latent moves at a time: a term may look at one row of one latent and at another row of another.
+    """
     rng = np.random.default_rng(0)
-    for _ in range(_NUM_HALVES):
-        half = rng.uniform(size=f.shape[-1]) < 0.5
-        yield np.where(chosen & half, f + scale * rng.normal(size=f.shape), f).astype(f.dtype)
-
-
-def _moves(
-    gradient: Callable[[Values], Values], start: Values, name: str, before: np.ndarray, moved: np.ndarray
-) -> bool:
-    """Whether the gradient of the latents that were moved differs from before at the rows that were not."""
-    stays = moved == start[name]
-    touched = ~stays.all(axis=-1, keepdims=True)
-    after = gradient({**start, name: moved})[name]
-    known = np.isfinite(before) & np.isfinite(after)
-    if not known.any():
-        return False
-    before, after = (np.where(known, each, 0.0).astype(float) for each in (before, after))
-    size = np.sqrt(np.mean(np.square(before[known])))
-    differs = np.abs(after - before) > _TOLERANCE * (np.abs(before) + size)
-    return bool(np.any(differs & stays & touched))
+    before = gradient(f)
+    for latent in np.ndindex(f.shape[:-1]):
+        for _ in range(_NUM_HALVES):
+            half = rng.uniform(size=f.shape[-1]) < 0.5
+            moved = f.copy()
+            moved[latent] = np.where(half, f + scale * rng.normal(size=f.shape), f)[latent]
+            after = gradient(moved)
+            known = np.isfinite(before) & np.isfinite(after)
+            if not known.any():
+                continue
+            old, new = (np.where(known, each, 0.0).astype(float) for each in (before, after))
+            size = np.sqrt(np.mean(np.square(old[known])))
+            if np.any((np.abs(new - old) > _TOLERANCE * (np.abs(old) + size))[latent] & ~half):
+                return True
+    return False
 
 
 def _unsure(site: str, terms: list[str]) -> str:

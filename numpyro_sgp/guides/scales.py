@@ -42,17 +42,7 @@ class Scales(Messenger):
 
 
 def warn_of_no_scale(svi: SVI, scales: Scales, batch_size: int, rows: int) -> None:
-    """Warn if the likelihood of a minibatch is not scaled to all rows.
-
-    Args:
-        svi: where the loss is an ELBO; nothing is said of others.
-        scales: what the first step showed.
-        batch_size: B.
-        rows: N; with batches of all rows there is nothing to scale.
-
-    Warns:
-        UserWarning: no site is scaled.
-    """
+    """Warn if the loss is an ELBO and the likelihood of a minibatch of B of N rows is not scaled to all rows."""
     if batch_size == rows or not isinstance(svi.loss, ELBO):
         return
     if scales.latent and scales.observed and not scales.own:
