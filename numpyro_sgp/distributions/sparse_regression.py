@@ -36,7 +36,7 @@ from numpyro_sgp.posteriors.natural_parameters import AbstractSites
 __all__ = ["Marginals", "RegressionPosterior", "SparseGPRegression", "started_mean_and_root", "started_sites"]
 
 # What `RegressionPosterior.start` can be asked for.
-_FORMS = ("whitened", "unwhitened", "natural", "projection", "covariance", "datum")
+_FORMS = ("whitened", "unwhitened", "natural", "projection", "datum")
 
 
 class Marginals(NamedTuple):
@@ -313,8 +313,8 @@ class RegressionPosterior:
         """This posterior in the parameters of another family: what a guide begins with.
 
         Args:
-            form: "whitened" and "unwhitened" (m, S_sqrt); "natural" (B m, B − I); "projection" and "covariance", sums
-                of sites in the bases Kuu⁻¹k_ui and k_ui; "datum" (y/σ², 1/σ²), one site for each row.
+            form: "whitened" and "unwhitened" (m, S_sqrt); "natural" (B m, B − I); "projection", sums of
+                sites in the basis Kuu⁻¹k_ui; "datum" (y/σ², 1/σ²), one site for each row.
             inducing: the guide's inducing variables, which must be these; None for one site for each row.
             X: the guide's inputs, which must be the training inputs for one site for each row.
 
@@ -339,10 +339,7 @@ class RegressionPosterior:
                 first, second = matvec(self.L, first), matmul(self.L, second)
         else:
             first, second = self._whitened_sites()
-            if form == "covariance":
-                first = matvec(self.L, first)
-                second = matmul(self.L, matmul(second, jnp.swapaxes(self.L, -1, -2)))
-            elif form == "projection":
+            if form == "projection":
                 first = solve_lower_transposed(self.L, first[..., None])[..., 0]
                 half = solve_lower_transposed(self.L, second)
                 second = solve_lower_transposed(self.L, jnp.swapaxes(half, -1, -2))

@@ -7,7 +7,7 @@ With u = L v, L Lᵀ = Kuu, and q(v) = N(m, RᵀR), every posterior of the packa
 
 from collections.abc import Callable, Mapping
 import dataclasses
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import jax
 from jax import Array
@@ -26,7 +26,6 @@ from numpyro_sgp.posteriors.natural_parameters import DatumSites
 
 __all__ = [
     "Guide",
-    "MeanPart",
     "ProcessPosterior",
     "TableProcess",
     "UnknownFamilyError",
@@ -151,32 +150,15 @@ class TableProcess:
     batch_shape = ()
 
 
-class MeanPart(NamedTuple):
-    """What a mean has beside its inducing variables.
-
-    Attributes:
-        basis: the functions.
-        weights: their weights, as the basis takes them.
-        projected: L⁻¹g(u), what u knows of it, (..., M); None where that is nothing.
-    """
-
-    basis: AbstractMeanBasis
-    weights: Any
-    projected: Array | None
-
-
-def process_over(
-    gaussian: InducingGaussian, q: SparsePosterior, part: MeanPart | None = None, kernel: Callable | None = None
-) -> ProcessPosterior:
+def process_over(gaussian: InducingGaussian, q: SparsePosterior, kernel: Callable | None = None) -> ProcessPosterior:
     """The process with a Gaussian q(u).
 
     Args:
         gaussian: q(u).
         q: the posterior at any inputs.
-        part: a part of the mean with a basis of its own: m(x) = k_xu Kuu⁻¹m(u) + g(x) − k_xu Kuu⁻¹g(u).
         kernel: of the process, where it is not the prior's.
     """
-    L, m = gaussian.L, jnp.broadcast_to(gaussian.m, (*q.batch_shape, gaussian.m.shape[-1]))
+    part, L, m = gaussian.part, gaussian.L, jnp.broadcast_to(gaussian.m, (*q.batch_shape, gaussian.m.shape[-1]))
     own = m if part is None or part.projected is None else m - part.projected
     return ProcessPosterior(
         kernel=q.prior.kernel if kernel is None else kernel,

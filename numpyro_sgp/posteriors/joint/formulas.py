@@ -100,7 +100,7 @@ class JointGaussian:
         """
         sites = value_of(self.value)
         if self.projected:
-            q = tied("projection", sites.lambda1, sites.Lambda2, self.K, k, variance, self.Kuv)
+            q = tied(sites.lambda1, sites.Lambda2, self.K, k, variance, self.Kuv)
             moments, h = q.moments, jax.lax.stop_gradient(q).projections()
             if isinstance(self.value, Perturbed):
                 if self.value.zero.transported is not None:
@@ -140,7 +140,7 @@ class JointGaussian:
         """L with L Lᵀ = K, and mean (D,) and root (D, D) of the covariance of L⁻¹z."""
         sites = value_of(self.value)
         if self.projected:
-            return tied_mean_and_root("projection", sites.lambda1, sites.Lambda2, self.K, self.Kuv)
+            return tied_mean_and_root(sites.lambda1, sites.Lambda2, self.K, self.Kuv)
         L, _ = whiten(self.K, self.K[:, :0])
         return L, *natural_mean_and_root(sites.lambda1, sites.Lambda2)
 
