@@ -93,11 +93,6 @@ def pure(kind, natural):
     elif kind == "hybrid":
         squared = decoupled_formulas.norm(A_GAMMA, DENSE.Kgg, None)
         ours = decoupled_formulas.hybrid(q, jnp.asarray(m), FUNCTION, T, squared)
-    elif kind == "full":
-        squared = decoupled_formulas.norm(A_GAMMA, DENSE.Kgg, None)
-        ours = decoupled_formulas.full(*map(jnp.asarray, (A_GAMMA, ROOT, DENSE.Kuu, KUF, KFF, KGF)), squared)
-        precision = np.linalg.inv(DENSE.Kuu) + ROOT @ ROOT.T
-        return ours, (DENSE.shift("full", A_GAMMA), DENSE.around(VECTOR, np.linalg.inv(precision))[1])
     else:
         L_C = np.linalg.cholesky(DENSE.C)
         A_v = np.linalg.solve(L_C, KGF - DENSE.P[M:] @ KUF)
@@ -110,7 +105,7 @@ def pure(kind, natural):
     return ours, (mean + DENSE.shift(kind, A_GAMMA), covariance)
 
 
-@every_form
+@with_inducing_variables
 def test_marginals_and_divergence_are_those_of_the_dense_gaussian_over_both_bases(kind, natural):
     q, q_h = pure(kind, natural)
     mean, covariance = DENSE.conditional(q_h)
@@ -135,24 +130,13 @@ def test_hybrid_and_orthogonal_describe_the_same_posterior_with_the_mean_shifted
 
 
 def test_full_with_one_basis_for_mean_and_covariance_is_the_sparse_variational_posterior():
-    a = RNG.normal(size=M)
-    Kuu, Kuf, kff = map(jnp.asarray, (DENSE.Kuu, KUF, KFF))
-    q = decoupled_formulas.full(
-        jnp.asarray(a), jnp.asarray(ROOT), Kuu, Kuf, kff, Kuf, decoupled_formulas.norm(a, Kuu, None)
-    )
-    S = np.linalg.inv(np.linalg.inv(DENSE.Kuu) + ROOT @ ROOT.T)
-    S_sqrt = np.linalg.cholesky(0.5 * (S + S.T))
-    svgp = whitened_formulas.unwhitened(*map(jnp.asarray, (DENSE.Kuu @ a, S_sqrt, DENSE.L, A, KFF)))
+    m = jnp.asarray(VECTOR)
+    q = dual_formulas.natural_whitened(jnp.zeros(M), *map(jnp.asarray, (ROOT @ ROOT.T, A, KFF)))
+    q = q._replace(mean=A.T @ m, kl=q.kl + 0.5 * m @ m)
+    S_sqrt = np.linalg.cholesky(np.linalg.inv(np.eye(M) + ROOT @ ROOT.T))
+    svgp = whitened_formulas.whitened(*map(jnp.asarray, (VECTOR, S_sqrt, A, KFF)))
     for ours, other in zip(q[:3], svgp[:3], strict=True):
         assert_allclose(ours, other, rtol=1e-8)
-
-
-def test_full_needs_no_root_of_full_rank():
-    root = ROOT.copy()
-    root[:, 2] = 0.0
-    q = decoupled_formulas.full(*map(jnp.asarray, (A_GAMMA, root, DENSE.Kuu, KUF, KFF, KGF)), jnp.asarray(0.0))
-    S = np.linalg.inv(np.linalg.inv(DENSE.Kuu) + root @ root.T)
-    assert_allclose(q.kl, oracles.gaussian_kl(np.zeros(M), S, DENSE.Kuu), rtol=1e-8)
 
 
 # The squared norm from some of its rows.
