@@ -58,7 +58,7 @@ class Guide(Protocol):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessPosterior:
     """q(f) as a process: all that does not depend on where it is evaluated is held factorised.
 
@@ -86,11 +86,11 @@ class ProcessPosterior:
     inducing: AbstractInducing
     L: Array
     a: Array
-    m: Array | None
-    R: Array | None
-    W_sqrt: Array | None
-    mean_basis: AbstractMeanBasis | None
-    mean_weights: Any
+    m: Array | None = None
+    R: Array | None = None
+    W_sqrt: Array | None = None
+    mean_basis: AbstractMeanBasis | None = None
+    mean_weights: Any = None
     kl: Array
     jitter: ArrayLike
     batch_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
@@ -151,13 +151,7 @@ class TableProcess:
 
 
 def process_over(gaussian: InducingGaussian, q: SparsePosterior, kernel: Callable | None = None) -> ProcessPosterior:
-    """The process with a Gaussian q(u).
-
-    Args:
-        gaussian: q(u).
-        q: the posterior at any inputs.
-        kernel: of the process, where it is not the prior's.
-    """
+    """The process with a Gaussian q(u), from the posterior q at any inputs; `kernel` may be another than q's."""
     part, L, m = gaussian.part, gaussian.L, jnp.broadcast_to(gaussian.m, (*q.batch_shape, gaussian.m.shape[-1]))
     own = m if part is None or part.projected is None else m - part.projected
     return ProcessPosterior(
@@ -168,7 +162,6 @@ def process_over(gaussian: InducingGaussian, q: SparsePosterior, kernel: Callabl
         a=solve_lower_transposed(L, own[..., None])[..., 0],
         m=m,
         R=jnp.swapaxes(gaussian.S_sqrt, -1, -2),
-        W_sqrt=None,
         mean_basis=None if part is None else part.basis,
         mean_weights=None if part is None else part.weights,
         kl=q.kl,
@@ -178,12 +171,7 @@ def process_over(gaussian: InducingGaussian, q: SparsePosterior, kernel: Callabl
 
 
 def dense_process(sites: DatumSites, q: SparsePosterior) -> ProcessPosterior:
-    """The process of one site for each training row.
-
-    Args:
-        sites: the sites, with their inputs.
-        q: the posterior at any inputs.
-    """
+    """The process of one site for each training row, from the posterior q at any inputs."""
     inducing = InducingPoints(sites.fixed_X)
     L, _, a, W_sqrt = dense_weights(sites.lambda1, sites.Lambda2, inducing.Kuu(q.prior.kernel))
     return ProcessPosterior(
@@ -192,11 +180,7 @@ def dense_process(sites: DatumSites, q: SparsePosterior) -> ProcessPosterior:
         inducing=inducing,
         L=L,
         a=a,
-        m=None,
-        R=None,
         W_sqrt=W_sqrt,
-        mean_basis=None,
-        mean_weights=None,
         kl=q.kl,
         jitter=q.prior.relative_jitter,
         batch_shape=q.batch_shape,

@@ -121,12 +121,7 @@ def coefficients(
 ) -> tuple[Coefficients | ProbedCoefficients, Array]:
     """The coefficients a₀ of a mean, and what a unit of them is in a.
 
-    Args:
-        param: declares them.
-        prior: the prior.
-        batch_shape: one latent for each entry.
-        gamma: the mean basis.
-        span: β and the Cholesky factor of Kuu where the mean is orthogonal to β, else None.
+    `span` is β with the Cholesky factor of Kuu where the mean is orthogonal to β, else None.
     """
 
     def init(rng_key: Array) -> Coefficients:

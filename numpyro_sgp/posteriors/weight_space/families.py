@@ -239,10 +239,7 @@ class AveragedWeights(AbstractRootWeights):
 
     memory_limit: float
     parametrization = "averaged"
-
-    @property
-    def kept_by(self) -> str:
-        return "CompositionalMarginalLikelihood"
+    kept_by = "CompositionalMarginalLikelihood"
 
     def precision(self, param: Parameters, r: int, dtype: Any, batch_shape: tuple[int, ...]) -> Array:
         identity = jnp.eye(r, dtype=dtype)
