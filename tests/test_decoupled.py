@@ -491,6 +491,8 @@ def test_a_batch_of_kernels_gives_each_latent_s_posterior(kind, natural):
     guide = make(kind, natural, model, **({} if kind == "solve" else {"kl_rows": M_GAMMA}))
     params = arbitrary(initial_parameters(model, guide, X, outcomes))
     q = guide.posterior(jax.random.key(0), params, X, outcomes)["f"]
+    process = sgp.process_posterior(guide, jax.random.key(0), params, X, outcomes)["f"]
+    assert_allclose(process.posterior(X).mean, q.mean, rtol=1e-7)
     for c in range(C):
         single = {
             name: value if name.endswith(("latents", "inducing")) else jax.tree.map(lambda x, c=c: x[c], value)
