@@ -1,8 +1,8 @@
 """How fast does EM converge with each form of the sites?
 
 Binary classification; E-steps are natural steps on the sites, M-steps are Adam on lengthscales, variance and (where
-trained) inducing inputs. Compared: sites kept for each datum; sums of Kuu⁻¹k_ui ("projection"); sums of k_ui
-("covariance", as the t-SVGP paper prints them); and natural-gradient whitened SVGP, which keeps q(v).
+trained) inducing inputs. Compared: sites kept for each datum; their sums ("tied"); and natural-gradient
+whitened SVGP, which keeps q(v).
 
     python benchmarks/em_convergence.py                        # banana, full batch
     python benchmarks/em_convergence.py --data magic.npz       # and 5000 rows of a larger set, also by minibatches
@@ -45,8 +45,7 @@ def guides(Z: np.ndarray, learn_inducing: bool) -> dict[str, sgp.AutoSVGP | sgp.
     options = {"learn_inducing": learn_inducing}
     return {
         "per datum": sgp.AutoTSVGP(model, Z, sites="per_datum", **options),
-        "tied, projection": sgp.AutoTSVGP(model, Z, tie="projection", **options),
-        "tied, covariance": sgp.AutoTSVGP(model, Z, tie="covariance", **options),
+        "tied": sgp.AutoTSVGP(model, Z, **options),
         "whitened SVGP": sgp.AutoSVGP(model, Z, natural=True, **options),
     }
 
@@ -94,7 +93,7 @@ def table(rows: dict[str, dict[str, list[float]]], at: tuple[int, ...]) -> None:
             print(f"    {name:18s} {values}")
 
 
-STYLES = {"per datum": "C0-", "tied, projection": "C1--", "tied, covariance": "C2-", "whitened SVGP": "C3-."}
+STYLES = {"per datum": "C0-", "tied": "C1--", "whitened SVGP": "C3-."}
 
 
 def figure(result: dict, path: Path) -> None:

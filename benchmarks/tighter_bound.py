@@ -19,7 +19,7 @@ from numpyro_sgp.inducing import InducingPoints
 from numpyro_sgp.kernels import SquaredExponential
 from numpyro_sgp.math.linalg import cholesky, triangular_inverse
 from numpyro_sgp.math.quadrature import gauss_hermite
-from numpyro_sgp.posteriors.dual.formulas import dual_projected, natural_whitened
+from numpyro_sgp.posteriors.dual.formulas import natural_whitened
 from numpyro_sgp.posteriors.moments import project
 from numpyro_sgp.posteriors.whitened.formulas import unwhitened, whitened
 
@@ -79,7 +79,8 @@ def bound(form: str, kept, theta, X, Z, y):
     """The ELBO at θ with what the form keeps."""
     L, _, A, kff = blocks(theta, X, Z)
     if form == "t-SVGP":
-        q = dual_projected(*kept, L.T, A, kff)
+        lambda1, Lambda2 = kept
+        q = natural_whitened(L.T @ lambda1, L.T @ Lambda2 @ L, A, kff)
     elif form == "whitened SVGP":
         q = whitened(*kept, A, kff)
     else:

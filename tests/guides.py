@@ -39,7 +39,6 @@ GUIDES = {
     "unwhitened": lambda model, Z, **options: sgp.AutoSVGP(model, Z, whiten=False, **options),
     "natural": lambda model, Z, **options: sgp.AutoSVGP(model, Z, natural=True, **options),
     "tied": lambda model, Z, **options: sgp.AutoTSVGP(model, Z, **options),
-    "tied_covariance": lambda model, Z, **options: sgp.AutoTSVGP(model, Z, tie="covariance", **options),
     "per_datum": lambda model, Z, **options: sgp.AutoTSVGP(model, Z, sites="per_datum", **options),
     "dense": lambda model, Z, **options: sgp.AutoTSVGP(
         model, dict.fromkeys(Z) if isinstance(Z, dict) else None, **options
@@ -84,9 +83,9 @@ FACTORISED = {
         for name in ("natural", "tied")
     },
 }
-MINIBATCH = ["whitened", "unwhitened", "natural", "tied", "tied_covariance"]
+MINIBATCH = ["whitened", "unwhitened", "natural", "tied"]
 ONE_SITE_A_ROW = ["per_datum", "dense"]
-NATURAL = ["natural", "tied", "tied_covariance", "per_datum", "dense"]
+NATURAL = ["natural", "tied", "per_datum", "dense"]
 
 
 def optimizer(guide_name, step_size=0.5, learning_rate=1e-2):

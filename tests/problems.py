@@ -142,8 +142,6 @@ def site_basis(guide_name, prior, prior_at_training=None):
     M = len(prior.Kuu)
     if guide_name == "natural":
         return np.linalg.inv(np.linalg.cholesky(prior.Kuu))
-    if guide_name == "tied_covariance":
-        return np.linalg.inv(prior.Kuu)
     if guide_name == "per_datum":
         return np.linalg.solve(prior.Kuu, (prior_at_training or prior).Kuf).T
     return np.eye(M)  # tied, dense

@@ -369,11 +369,6 @@ MISTAKES = {
         ValueError,
         ("`sites`", "per_datum", "got 'per-datum'", "'tied'"),
     ),
-    "unknown tie": (
-        lambda: TSVGP(model, Z, tie="kernel"),
-        ValueError,
-        ("`tie`", "covariance", "got 'kernel'", "'projection'"),
-    ),
     "one site a row, a minibatch of another shape": (
         per_datum_at_other_shape,
         ValueError,

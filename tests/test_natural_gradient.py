@@ -44,7 +44,7 @@ from numpyro_sgp.posteriors.natural_parameters import (
     perturb_marginals,
 )
 
-TIED = ["natural", "tied", "tied_covariance"]
+TIED = ["natural", "tied"]
 frozen = optax.set_to_zero()
 
 

@@ -185,11 +185,6 @@ SCALED = {
         lambda m, X: sgp.AutoTSVGP(m, X[::3], learn_inducing=True),
         partial(sgp.NaturalGradient, 0.6),
     ),
-    "covariance": (
-        with_outliers,
-        lambda m, X: sgp.AutoTSVGP(m, X[::3], tie="covariance"),
-        partial(sgp.NaturalGradient, 0.6),
-    ),
     "per datum": (
         with_outliers,
         lambda m, X: sgp.AutoTSVGP(m, X[::3], sites="per_datum"),

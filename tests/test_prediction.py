@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 
+from grids import representative
 from guides import FACTORISED, GUIDES, POSTERIORS, arbitrary_parameters, initial_parameters, loss_at, optimizer
 import jax
 import jax.numpy as jnp
@@ -222,7 +223,7 @@ def test_median_and_quantiles_are_the_closed_form(name):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("base", [AutoNormal, AutoMultivariateNormal])
+@pytest.mark.parametrize("base", representative([AutoNormal, AutoMultivariateNormal], [AutoNormal]))
 def test_medians_of_what_depends_on_the_gp_are_not_given_as_if_it_were_zero(base):
     def with_rate(X, y=None):
         noise = numpyro.sample("noise", dist.LogNormal(0.0, 0.5))
@@ -365,7 +366,7 @@ def test_an_autoguide_of_the_user_predicts_outcomes_by_the_likelihood_in_a_fresh
         assert np.all(np.abs(np.log(draws["noise"]) - params["noise_auto_loc"]) < 5 * params["noise_auto_scale"])
 
 
-@pytest.mark.parametrize("name", ["whitened", "tied", "dense"])
+@pytest.mark.parametrize("name", ["tied", "dense"])
 def test_a_pickled_guide_predicts_the_same_after_a_run(name):
     guide = GUIDES[name](continuous, Z)
     svi = SVI(continuous, guide, optimizer(name), sgp.QuadratureELBO())
@@ -381,9 +382,8 @@ def test_a_pickled_guide_predicts_the_same_after_a_run(name):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("name", ["natural", "per_datum"])
-def test_predicting_elsewhere_does_not_change_what_a_guide_trains_on(name):
-    guide = GUIDES[name](continuous, Z)
+def test_predicting_elsewhere_does_not_change_what_a_guide_trains_on():
+    guide = GUIDES["per_datum"](continuous, Z)
     params = arbitrary_parameters(continuous, guide, X, y)
     before = loss_at(params, continuous, guide, X, y)
     first = guide.posterior(jax.random.key(0), params, X_new)["f"].mean
@@ -428,7 +428,7 @@ def test_keys_of_either_kind_are_taken():
     guide = sgp.AutoSVGP(deep, {"f": X[::2], "g": X[::2]}, natural=True)
     svi = SVI(deep, guide, sgp.NaturalGradient(0.1), sgp.QuadratureELBO(num_samples=4))
     state = svi.init(key, X, X[:, 0])
-    state, loss = svi.update(state, X, X[:, 0])
+    state, loss = jax.jit(svi.update)(state, X, X[:, 0])
     assert np.isfinite(loss)
     draws = guide.sample_posterior(key, svi.get_params(state), X, sample_shape=(3, 2))
     assert draws["f"].shape == (3, 2, 5)

@@ -38,7 +38,7 @@ def evaluate(X, Z, lambda1, Lambda2, lengthscale, variance, y, noise_variance, r
 
     def through(Z, X, lambda1, Lambda2):
         u = InducingPoints(Z)
-        return tied("projection", lambda1, Lambda2, with_jitter(u.Kuu(kernel), JITTER), u.Kuf(kernel, X), kernel(X))
+        return tied(lambda1, Lambda2, with_jitter(u.Kuu(kernel), JITTER), u.Kuf(kernel, X), kernel(X))
 
     shuffled = Lambda2[..., points, :][..., :, points]
     return {

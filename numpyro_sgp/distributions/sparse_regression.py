@@ -268,8 +268,8 @@ class RegressionPosterior:
         """This posterior in the parameters of another family: what a guide begins with.
 
         Args:
-            form: "whitened" and "unwhitened" (m, S_sqrt); "natural" (B m, B − I); "projection" and "covariance", sums
-                of sites in the bases Kuu⁻¹k_ui and k_ui; "datum" (y/σ², 1/σ²), one site for each row.
+            form: "whitened" and "unwhitened" (m, S_sqrt); "natural" (B m, B − I); "projection", sums of
+                sites in the basis Kuu⁻¹k_ui; "datum" (y/σ², 1/σ²), one site for each row.
             inducing: the guide's inducing variables, which must be these; None for one site for each row.
             X: the guide's inputs, which must be the training inputs for one site for each row.
 
@@ -290,10 +290,7 @@ class RegressionPosterior:
         else:
             B = matmul(self.L_B, jnp.swapaxes(self.L_B, -1, -2))
             first, second = matvec(B, self.m), B - jnp.eye(B.shape[-1], dtype=B.dtype)
-            if form == "covariance":
-                first = matvec(self.L, first)
-                second = matmul(self.L, matmul(second, jnp.swapaxes(self.L, -1, -2)))
-            elif form == "projection":
+            if form == "projection":
                 first = solve_lower_transposed(self.L, first[..., None])[..., 0]
                 half = solve_lower_transposed(self.L, second)
                 second = solve_lower_transposed(self.L, jnp.swapaxes(half, -1, -2))

@@ -139,9 +139,6 @@ def _sides(bounds: Any) -> list[np.ndarray]:
             "at other inputs must find the same. Compute them outside, from all of the data."
         )
         raise TypeError(msg)
-    if not isinstance(bounds, tuple | list | np.ndarray) or len(bounds) != 2:
-        msg = f"`bounds` must be a pair, the lower and the upper sides of the box, got {bounds!r}."
-        raise ValueError(msg)
     return [np.atleast_1d(np.asarray(side, float)) for side in bounds]
 
 

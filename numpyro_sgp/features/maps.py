@@ -8,7 +8,6 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-import numpy as np
 
 from numpyro_sgp._internal.checks import positive
 from numpyro_sgp._internal.pytrees import PytreeFunction
@@ -40,7 +39,6 @@ class FeatureMap(AbstractFiniteRank):
         size: r, where it is asked for before the features were evaluated (`rank`).
 
     Raises:
-        TypeError: `fn` is no function.
         ValueError: `fn` does not return N rows, or not `size` columns.
     """
 
@@ -51,12 +49,6 @@ class FeatureMap(AbstractFiniteRank):
 
     def __post_init__(self) -> None:
         fn, params = self.fn, self.params
-        if not callable(fn) and isinstance(fn, Array | np.ndarray | np.generic | float | int | list | tuple | dict):
-            msg = (
-                f"`fn` must be a function of inputs, or of parameters and inputs, got {type(fn).__name__}. Pass "
-                "FeatureMap(fn, params)."
-            )
-            raise TypeError(msg)
         if params is not None and callable(fn) and not isinstance(fn, PytreeFunction):
             # One callable that shows its arrays, whatever else is among the parameters (a module has functions, too).
             fn, params = jax.tree_util.Partial(fn, params), None

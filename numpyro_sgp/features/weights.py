@@ -42,7 +42,5 @@ class WeightVariables(AbstractInducing):
         return jnp.swapaxes(as_finite_rank(kernel).features(X), -1, -2)
 
     def Kuv(self, kernel: Callable, other: AbstractInducing) -> Array:
-        if not isinstance(other, WeightVariables):
-            msg = f"The covariance of weights with {type(other).__name__} is not known."
-            raise TypeError(msg)
+        assert isinstance(other, WeightVariables)
         return self.Kuu(kernel)

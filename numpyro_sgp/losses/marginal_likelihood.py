@@ -22,7 +22,7 @@ from numpyro_sgp.math.marginal_likelihood import (
     minimax_objective,
 )
 from numpyro_sgp.posteriors.weight_space.adversary import adversary_of
-from numpyro_sgp.posteriors.weight_space.guide import WeightSpace
+from numpyro_sgp.posteriors.weight_space.families import AdversarialWeights
 
 __all__ = ["BatchMarginalLikelihood", "CompositionalMarginalLikelihood", "MinimaxMarginalLikelihood"]
 
@@ -218,7 +218,7 @@ class MinimaxMarginalLikelihood(_MarginalLikelihood):
         self, read: Callable[[dict[str, Any]], Regression], params: dict[str, Any], guide: AbstractAutoSparseGP
     ) -> tuple[Array, dict[str, Any]]:
         data = read(params)
-        scale = cast(WeightSpace, guide.family(data.site)).root_scale
+        scale = cast(AdversarialWeights, guide.family(data.site)).root_scale
         A, R = data.A, scale * jnp.tril(data.parameter(guide, "R"))
         r = A.shape[-2]
         penalty = (1.2 * r**0.5 if self.form == "whitened" else 1.0) if self.penalty is None else self.penalty

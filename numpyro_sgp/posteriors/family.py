@@ -47,15 +47,12 @@ class AbstractPosteriorFamily(ABC):
     Attributes:
         over_weights: whether u are the weights of a kernel of finite rank, and not those of inducing variables.
         has_cavities: whether mean and covariance are those of one Gaussian, so that data can be taken out of it.
+        kept_by: the loss that keeps the mutable state; under another one it would stay as it starts.
     """
 
     over_weights = False
     has_cavities = True
-
-    @property
-    def kept_by(self) -> str | None:
-        """The loss that keeps the mutable state, under any other of which it would stay as it starts; None without."""
-        return None
+    kept_by: str | None = None
 
     @property
     def joins(self) -> str | None:
@@ -112,7 +109,7 @@ def inducing_param(
         param: declares a parameter of the site.
         inducing: inducing inputs (M, D), an inducing object, or `(kernel, X, rng_key)` to one, run at initialisation.
         prior: the site's prior.
-        learn_inducing: whether the loss has a gradient with respect to it.
+        learn_inducing: whether to train it.
         symbol: of the parameter.
         argument: what the user calls it.
 
@@ -141,12 +138,7 @@ def is_initial(param: Any, *symbols: str) -> bool:
 
 
 def at_prior(kernel: Callable, X: Array) -> Moments:
-    """Moments of q = p: what a posterior that starts at the prior is at first, without one matrix.
-
-    Args:
-        kernel: the prior's kernel.
-        X: inputs, (N, D).
-    """
+    """Moments of q = p: what a posterior that starts at the prior is at first, without one matrix."""
     variance, dtype = _variance(kernel, X), X.dtype
     zeros = np.zeros(variance.shape, dtype)
     return Moments(

@@ -10,10 +10,11 @@ from jax.typing import ArrayLike
 from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, GrowingInducing, InducingPoints
 from numpyro_sgp.math.linalg import cholesky, solve_lower
 from numpyro_sgp.posteriors.decoupled.formulas import project_orthogonal
+from numpyro_sgp.posteriors.mean_basis import AbstractMeanBasis
 from numpyro_sgp.posteriors.moments import Moments, Projection
 from numpyro_sgp.posteriors.whitened.formulas import whitened
 
-__all__ = ["POINTS", "FittedParameters", "InducingGaussian", "Parameters", "root_of_points"]
+__all__ = ["POINTS", "FittedParameters", "InducingGaussian", "MeanPart", "Parameters", "root_of_points"]
 
 POINTS = InducingPoints | BoundedInducingPoints | GrowingInducing
 
@@ -53,6 +54,20 @@ class FittedParameters:
     state = __call__
 
 
+class MeanPart(NamedTuple):
+    """A part g of the mean with a basis of its own: m(x) = k_xu Kuu⁻¹m(u) + g(x) − k_xu Kuu⁻¹g(u).
+
+    Attributes:
+        basis: the functions.
+        weights: their weights, as the basis takes them.
+        projected: L⁻¹g(u), (..., M); None where that is nothing.
+    """
+
+    basis: AbstractMeanBasis
+    weights: Any
+    projected: Any
+
+
 class InducingGaussian(NamedTuple):
     """q(u) through q(v) = N(m, S_sqrt S_sqrtᵀ) with u = L v, L Lᵀ = Kuu, so that the prior of v is N(0, I).
 
@@ -61,12 +76,14 @@ class InducingGaussian(NamedTuple):
         L: Cholesky factor of Kuu, (..., M, M).
         m: mean of v, (..., M).
         S_sqrt: triangular root of the covariance of v, (..., M, M).
+        part: a part of the mean beside the inducing variables; a family with one gives `moments` itself.
     """
 
     inducing: AbstractInducing
     L: Array
     m: Array
     S_sqrt: Array
+    part: MeanPart | None = None
 
     def moments(self, kernel: Callable, X: Array) -> Moments:
         """The marginals at inputs (N, D), and the divergence."""

@@ -167,7 +167,7 @@ def moments(mean: Array, kff: Array, A: Array, T: Array | None, kl: Array) -> Mo
 
 
 def perturbed_moments(
-    perturbed: Perturbed,
+    value: AbstractSites | Perturbed,
     a: Array | None,
     q: Moments,
     sites: AbstractSites | None = None,
@@ -176,12 +176,14 @@ def perturbed_moments(
     """The moments as functions of a perturbation of the expectation parameters; values unchanged at zero.
 
     Args:
-        perturbed: sites and perturbation.
+        value: sites with a perturbation; sites alone leave the moments as they are.
         a: vectors of the sites' basis, (..., M, N), or None where each datum has its own site.
         q: moments at zero perturbation.
         sites: the sites expressed in that basis, where it is not the one they are held in.
         own_mean: the part of the mean that these sites make, (..., N), where the mean has other parts.
     """
-    mean, variance = perturb_marginals(perturbed, a, q.mean, q.variance, own_mean)
-    kl = perturb_kl(perturbed.zero, perturbed.value if sites is None else sites, q.kl)
+    if not isinstance(value, Perturbed):
+        return q
+    mean, variance = perturb_marginals(value, a, q.mean, q.variance, own_mean)
+    kl = perturb_kl(value.zero, value.value if sites is None else sites, q.kl)
     return q._replace(mean=mean, variance=variance, kl=kl)

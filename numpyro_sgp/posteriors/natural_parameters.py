@@ -319,13 +319,7 @@ def perturb_marginals(
 
 
 def perturb_kl(perturbation: Perturbation, sites: AbstractSites, kl: Array) -> Array:
-    """KL + λ₁ᵀε₁ − ½ tr(Λ₂ε₂), the first-order change of the divergence from the prior, for each latent, (...).
-
-    Args:
-        perturbation: zeros.
-        sites: the natural parameters, expressed at the current inducing variables.
-        kl: the divergence at zero perturbation, (...).
-    """
+    """KL + λ₁ᵀε₁ − ½ tr(Λ₂ε₂), (...), with the sites expressed at the current inducing variables."""
     sites = jax.lax.stop_gradient(sites)
     axes = tuple(range(kl.ndim - sites.Lambda2.ndim, 0))
     linear = jnp.sum(sites.lambda1 * perturbation.epsilon1, axis=-1)

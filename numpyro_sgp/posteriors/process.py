@@ -7,7 +7,7 @@ With u = L v, L Lᵀ = Kuu, and q(v) = N(m, RᵀR), every posterior of the packa
 
 from collections.abc import Callable, Mapping
 import dataclasses
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import jax
 from jax import Array
@@ -26,7 +26,6 @@ from numpyro_sgp.posteriors.natural_parameters import DatumSites
 
 __all__ = [
     "Guide",
-    "MeanPart",
     "ProcessPosterior",
     "TableProcess",
     "UnknownFamilyError",
@@ -59,7 +58,7 @@ class Guide(Protocol):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessPosterior:
     """q(f) as a process: all that does not depend on where it is evaluated is held factorised.
 
@@ -87,11 +86,11 @@ class ProcessPosterior:
     inducing: AbstractInducing
     L: Array
     a: Array
-    m: Array | None
-    R: Array | None
-    W_sqrt: Array | None
-    mean_basis: AbstractMeanBasis | None
-    mean_weights: Any
+    m: Array | None = None
+    R: Array | None = None
+    W_sqrt: Array | None = None
+    mean_basis: AbstractMeanBasis | None = None
+    mean_weights: Any = None
     kl: Array
     jitter: ArrayLike
     batch_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
@@ -151,32 +150,9 @@ class TableProcess:
     batch_shape = ()
 
 
-class MeanPart(NamedTuple):
-    """What a mean has beside its inducing variables.
-
-    Attributes:
-        basis: the functions.
-        weights: their weights, as the basis takes them.
-        projected: L⁻¹g(u), what u knows of it, (..., M); None where that is nothing.
-    """
-
-    basis: AbstractMeanBasis
-    weights: Any
-    projected: Array | None
-
-
-def process_over(
-    gaussian: InducingGaussian, q: SparsePosterior, part: MeanPart | None = None, kernel: Callable | None = None
-) -> ProcessPosterior:
-    """The process with a Gaussian q(u).
-
-    Args:
-        gaussian: q(u).
-        q: the posterior at any inputs.
-        part: a part of the mean with a basis of its own: m(x) = k_xu Kuu⁻¹m(u) + g(x) − k_xu Kuu⁻¹g(u).
-        kernel: of the process, where it is not the prior's.
-    """
-    L, m = gaussian.L, jnp.broadcast_to(gaussian.m, (*q.batch_shape, gaussian.m.shape[-1]))
+def process_over(gaussian: InducingGaussian, q: SparsePosterior, kernel: Callable | None = None) -> ProcessPosterior:
+    """The process with a Gaussian q(u), from the posterior q at any inputs; `kernel` may be another than q's."""
+    part, L, m = gaussian.part, gaussian.L, jnp.broadcast_to(gaussian.m, (*q.batch_shape, gaussian.m.shape[-1]))
     own = m if part is None or part.projected is None else m - part.projected
     return ProcessPosterior(
         kernel=q.prior.kernel if kernel is None else kernel,
@@ -186,7 +162,6 @@ def process_over(
         a=solve_lower_transposed(L, own[..., None])[..., 0],
         m=m,
         R=jnp.swapaxes(gaussian.S_sqrt, -1, -2),
-        W_sqrt=None,
         mean_basis=None if part is None else part.basis,
         mean_weights=None if part is None else part.weights,
         kl=q.kl,
@@ -196,12 +171,7 @@ def process_over(
 
 
 def dense_process(sites: DatumSites, q: SparsePosterior) -> ProcessPosterior:
-    """The process of one site for each training row.
-
-    Args:
-        sites: the sites, with their inputs.
-        q: the posterior at any inputs.
-    """
+    """The process of one site for each training row, from the posterior q at any inputs."""
     inducing = InducingPoints(sites.fixed_X)
     L, _, a, W_sqrt = dense_weights(sites.lambda1, sites.Lambda2, inducing.Kuu(q.prior.kernel))
     return ProcessPosterior(
@@ -210,11 +180,7 @@ def dense_process(sites: DatumSites, q: SparsePosterior) -> ProcessPosterior:
         inducing=inducing,
         L=L,
         a=a,
-        m=None,
-        R=None,
         W_sqrt=W_sqrt,
-        mean_basis=None,
-        mean_weights=None,
         kl=q.kl,
         jitter=q.prior.relative_jitter,
         batch_shape=q.batch_shape,

@@ -18,13 +18,11 @@ from numpyro_sgp.inducing import AbstractInducing, RowMatch
 from numpyro_sgp.math.linalg import (
     cholesky,
     diagonal,
-    log_determinant,
     matmul,
     matvec,
     matvec_transposed,
     solve_lower,
     solve_lower_transposed,
-    triangular_inverse,
 )
 from numpyro_sgp.posteriors.decoupled.coefficients import Coefficients, Response
 from numpyro_sgp.posteriors.moments import Moments, Projection, moments
@@ -33,7 +31,6 @@ __all__ = [
     "Span",
     "at_data",
     "coefficient_units",
-    "full",
     "hybrid",
     "largest_residual_variance",
     "mean_at",
@@ -98,34 +95,6 @@ def hybrid(q: Moments, m: Array, function: Array, t: Array, squared_norm: Array)
     return q._replace(mean=q.mean + function, kl=q.kl + _dot(m, t) + 0.5 * squared_norm)
 
 
-def full(a: Array, B_sqrt: Array, Kuu: Array, Kuf: Array, kff: Array, Kgf: Array, squared_norm: Array) -> Moments:
-    """Mean k_xα a and covariance k − k_xβ(B⁻¹ + K_ββ)⁻¹k_βx with B = B_sqrt B_sqrtᵀ: bases without anything in common.
-
-    With H = I + B_sqrtᵀK_ββ B_sqrt = L_H L_Hᵀ and T = L_H⁻¹B_sqrtᵀK_βf: v_i = k_ii − |T_i|²,
-    KL = ½ [ aᵀK_αα a + log|H| + tr H⁻¹ − M ]. K_ββ is not factorised, and B may be singular. In a whitened basis it is
-    called with Kuu = I and Kuf = A.
-
-    Args:
-        a: coefficients of the mean basis α, (..., M_α).
-        B_sqrt: a root of B, (..., M, M).
-        Kuu: prior covariance of β, (..., M, M).
-        Kuf: prior covariance of β and data, (..., M, N).
-        kff: prior variances, (..., N).
-        Kgf: prior covariance of α and data, (..., M_α, N).
-        squared_norm: aᵀK_αα a, by `norm` or estimated by `norm_from_rows`, (...).
-
-    References:
-        Cheng and Boots (2017), equations 7 to 9. B ⪰ 0 keeps the posterior below the prior's covariance.
-    """
-    identity = jnp.eye(Kuu.shape[-1], dtype=Kuu.dtype)
-    L_H = cholesky(identity + matmul(_transposed(B_sqrt), matmul(Kuu, B_sqrt)))
-    T = solve_lower(L_H, matmul(_transposed(B_sqrt), Kuf))
-    L_H_inverse = triangular_inverse(L_H)
-    trace = jnp.sum(L_H_inverse * L_H_inverse, axis=(-2, -1))
-    kl = 0.5 * (squared_norm + log_determinant(L_H) + trace - Kuu.shape[-1])
-    return moments(matvec_transposed(Kgf, a), kff, T, None, kl)
-
-
 def solve(q_u: Moments, q_v: Moments, kff: Array) -> Moments:
     """Independent posteriors over u = f(β) and over what u leaves of f(γ), v = f(γ) − K_γu Kuu⁻¹u.
 
@@ -139,9 +108,8 @@ def solve(q_u: Moments, q_v: Moments, kff: Array) -> Moments:
     References:
         Shi, Titsias and Mnih (2020), "Sparse orthogonal variational inference for Gaussian processes".
     """
-    if q_u.posterior_root is None or q_v.posterior_root is None:
-        msg = "Both posteriors must come from `whitened` or `natural_whitened`, which give a `posterior_root`."
-        raise ValueError(msg)
+    assert q_u.posterior_root is not None
+    assert q_v.posterior_root is not None
 
     def rows(first: Array, second: Array) -> Array:
         batch = jnp.broadcast_shapes(first.shape[:-2], second.shape[:-2])
@@ -163,7 +131,7 @@ def at_data(
     the rows of the batch, c_b of which are equal. A row that is not in the basis gives NaN.
 
     Args:
-        q: moments over β, from `whitened`, `natural_whitened` or `full` without a norm.
+        q: moments over β, from `whitened` or `natural_whitened`, or those of the prior.
         a: coefficients, (..., M_γ).
         unit: what one unit of their parameters is in a, (..., M_γ).
         function: k_γiᵀa, by `mean_at`, (..., B).
@@ -212,27 +180,12 @@ def _sum_over_blocks(product: Callable[[AbstractInducing, Array], Array], basis:
 
 
 def mean_at(kernel: Callable, X: Array, gamma: AbstractInducing, a: Array) -> Array:
-    """k_xγ a, (..., N), in memory that does not grow with M_γ N.
-
-    Args:
-        kernel: a kernel.
-        X: inputs, (N, D).
-        gamma: the mean basis.
-        a: coefficients, (..., M_γ).
-    """
+    """k_xγ a, (..., N), for coefficients (..., M_γ), in memory that does not grow with M_γ N."""
     return _sum_over_blocks(lambda block, a: matvec_transposed(block.Kuf(kernel, X), a), gamma, a, X.shape[-2])
 
 
 def mean_projected(kernel: Callable, L: Array, beta: AbstractInducing, gamma: AbstractInducing, a: Array) -> Array:
-    """L⁻¹K_uγ a for several vectors a, (S, ..., M), in memory that does not grow with M M_γ.
-
-    Args:
-        kernel: a kernel.
-        L: Cholesky factor of Kuu, (..., M, M).
-        beta: the covariance basis.
-        gamma: the mean basis.
-        a: coefficients, (S, ..., M_γ).
-    """
+    """L⁻¹K_uγ a, (S, ..., M), for several vectors a, (S, ..., M_γ), in memory that does not grow with M M_γ."""
 
     def product(block: AbstractInducing, a: Array) -> Array:
         return matmul(beta.Kuv(kernel, block), jnp.moveaxis(a, 0, -1))
@@ -244,13 +197,7 @@ def mean_projected(kernel: Callable, L: Array, beta: AbstractInducing, gamma: Ab
 
 
 def residual_variance(L: Array, Kug: Array, kgg: Array) -> Array:
-    """The prior variances at γ that β leaves unexplained, diag C, (..., M_γ), in O(M² M_γ).
-
-    Args:
-        L: Cholesky factor of Kuu, (..., M, M).
-        Kug: prior covariance of β and γ, (..., M, M_γ).
-        kgg: prior variances at γ, (..., M_γ).
-    """
+    """The prior variances at γ that β leaves unexplained, diag C, (..., M_γ), in O(M² M_γ); kgg are those at γ."""
     G = solve_lower(L, Kug)
     return jnp.maximum(kgg - jnp.sum(G * G, axis=-2), 0.0)
 
@@ -260,10 +207,7 @@ def largest_residual_variance(
 ) -> Array:
     """The largest prior variance at γ that β leaves unexplained, max diag C, (...), in memory that M_γ does not change.
 
-    Args:
-        kernel: a kernel.
-        gamma: the mean basis.
-        span: β and the Cholesky factor of Kuu, or None where nothing is explained.
+    `span` is β with the Cholesky factor of Kuu, or None where nothing is explained.
     """
     M = gamma.num_inducing
     if span is None:
@@ -297,13 +241,7 @@ def preconditioner(residual: Array, scale: Array) -> Array:
 
 
 def coefficient_units(coefficients: Coefficients, gamma: AbstractInducing, kernel: Callable) -> Array:
-    """What a unit of the parameters a₀ is in the coefficients a, (..., M_γ).
-
-    Args:
-        coefficients: the parameters.
-        gamma: the mean basis.
-        kernel: a kernel.
-    """
+    """What a unit of the parameters a₀ is in the coefficients a, (..., M_γ)."""
     kgg = gamma.Kuu_diagonal(kernel)
     scale = jnp.mean(kgg, axis=-1, keepdims=True)
     residual = coefficients.residual
@@ -336,13 +274,7 @@ def project_orthogonal(
 
 
 def norm(a: Array, Kgg: Array, t: Array | None) -> Array:
-    """aᵀK_γγ a − |t|², (...).
-
-    Args:
-        a: coefficients, (..., M_γ).
-        Kgg: prior covariance of γ, without jitter, (..., M_γ, M_γ).
-        t: L⁻¹K_uγ a, (..., M), or None for aᵀK_γγ a.
-    """
+    """aᵀK_γγ a − |t|², (...), with t = L⁻¹K_uγ a or None, and K_γγ without jitter."""
     squared = _dot(a, matvec(Kgg, a))
     return squared if t is None else squared - _dot(t, t)
 
@@ -392,14 +324,7 @@ def norm_from_rows(a: Array, index: Array, kernel: Callable, gamma: AbstractIndu
 
 
 def norm_by_blocks(a: Array, rows_at: Callable[[Array], Array], size: int, t: Array | None) -> Array:
-    """`norm`, by some rows of K_γγ after the other: O(size · M_γ) memory.
-
-    Args:
-        a: coefficients, (..., M_γ).
-        rows_at: the rows of K_γγ at an index (B,), (..., B, M_γ).
-        size: how many rows at a time.
-        t: L⁻¹K_uγ a, (..., M), or None for aᵀK_γγ a.
-    """
+    """`norm` by `size` rows of K_γγ after the other, `rows_at(index)`, (..., size, M_γ)."""
     M = a.shape[-1]
 
     def block(start: Array) -> Array:

@@ -128,24 +128,20 @@ class AutoDecoupledGP(AbstractAutoSparseGP):
             By site name.
 
         Raises:
-            ValueError: a curvature or batch size that is not positive; a site without a mean basis.
+            ValueError: a curvature or batch size that is not positive.
+            KeyError: a site without a mean basis.
         """
         if not curvature > 0.0 or not batch_size > 0:
             msg = f"`curvature` and `batch_size` must be positive, got {curvature!r} and {batch_size!r}."
             raise ValueError(msg)
         projected = self._options["parametrization"] != "full"
 
-        missing: list[str] = []
-
         @jax.jit
         def spectra(params: Mapping[str, Any]) -> dict[str, tuple[Array, Array]]:
             found = {}
             for site, q in self.posterior(rng_key, params, *args, **kwargs).items():
                 kernel, X = q.prior.kernel, q.prior.X
-                gamma = params.get(f"{site}_{self.prefix}_mean_inducing")
-                if gamma is None:
-                    missing.append(site)
-                    continue
+                gamma = params[f"{site}_{self.prefix}_mean_inducing"]
                 K, span = InducingPoints(X).Kuu(kernel), None
                 if projected:
                     beta = params[f"{site}_{self.prefix}_inducing"]
@@ -156,9 +152,6 @@ class AutoDecoupledGP(AbstractAutoSparseGP):
             return found
 
         found, sizes = spectra(params), {}
-        if missing:
-            msg = f"The GP site {missing[0]!r} has no mean basis, so there is no step on its coefficients."
-            raise ValueError(msg)
         for site, (eigenvalue, variance) in found.items():
             N = params[f"{site}_{self.prefix}_mean_inducing"].num_inducing
             stable = 1.3 * N / (batch_size * (1.0 + N * float(eigenvalue) * curvature))

@@ -41,14 +41,10 @@ __all__ = [
     "curvature",
     "dense_weights",
     "divergence_of_covariance",
-    "dual",
     "dual_dense",
     "dual_per_datum",
-    "dual_projected",
-    "natural_mean",
     "natural_mean_and_root",
     "natural_whitened",
-    "projected_at",
     "root_of_precision",
     "whitened_moments",
 ]
@@ -76,21 +72,6 @@ def divergence_of_covariance(L_P: Array, L_P_inverse: Array) -> Array:
     return 0.5 * (trace - L_P.shape[-1] + log_determinant(L_P))
 
 
-def natural_whitened(lambda1: Array, Lambda2: Array, A: Array, kff: Array) -> Moments:
-    """q(v) ∝ N(v | 0, I) exp(λ₁ᵀv − ½vᵀΛ₂v), u = L v: natural parameters that do not move with the hyperparameters.
-
-    Args:
-        lambda1: whitened λ̃, (..., M).
-        Lambda2: whitened Λ̃, symmetric with I + Λ̃ positive definite, (..., M, M).
-        A: L⁻¹ Kuf, (..., M, N).
-        kff: prior variances, (..., N).
-
-    References:
-        Salimbeni, Eleftheriadis and Hensman (2018), "Natural gradients in practice", in the whitened basis.
-    """
-    return _natural(lambda1, Lambda2, A, kff)
-
-
 class Whitened(NamedTuple):
     """The moments of q(v) = N(m, P⁻¹), P = I + Λ̃, and what their derivatives are made of.
 
@@ -110,12 +91,7 @@ class Whitened(NamedTuple):
 
 
 def natural_mean_and_root(lambda1: Array, Lambda2: Array) -> tuple[Array, Array]:
-    """M = P⁻¹λ̃, (..., M), and the upper triangular root L_P⁻ᵀ of the covariance P⁻¹, P = I + Λ̃ = L_P L_Pᵀ.
-
-    Args:
-        lambda1: whitened sites λ̃, (..., M).
-        Lambda2: whitened sites Λ̃, (..., M, M).
-    """
+    """Mean P⁻¹λ̃, (..., M), and upper triangular root L_P⁻ᵀ of the covariance, from whitened sites."""
     _, L_P_inverse = root_of_precision(jnp.eye(Lambda2.shape[-1], dtype=Lambda2.dtype) + Lambda2)
     m = matvec_transposed(L_P_inverse, matvec(L_P_inverse, lambda1))
     return m, jnp.swapaxes(L_P_inverse, -1, -2)
@@ -181,11 +157,21 @@ def by_posterior_root(q: Whitened, dA: Array | None, dLambda2: Array | None) -> 
 
 
 @jax.custom_jvp
-def _natural(lambda1: Array, Lambda2: Array, A: Array, kff: Array) -> Moments:
-    """The value of `natural_whitened`, with its derivative written out: no factorisation is differentiated.
+def natural_whitened(lambda1: Array, Lambda2: Array, A: Array, kff: Array) -> Moments:
+    """q(v) ∝ N(v | 0, I) exp(λ₁ᵀv − ½vᵀΛ₂v), u = L v: natural parameters that do not move with the hyperparameters.
 
-    With U = P⁻¹A, dm_i = dA_iᵀm + U_iᵀ(dλ̃ − dΛ̃ m), dv_i = dk_ii − 2 A_iᵀdA_i + 2 U_iᵀdA_i − U_iᵀdΛ̃ U_i and
+    The derivative is written out, and differentiates no factorisation. With U = P⁻¹A,
+    dm_i = dA_iᵀm + U_iᵀ(dλ̃ − dΛ̃ m), dv_i = dk_ii − 2 A_iᵀdA_i + 2 U_iᵀdA_i − U_iᵀdΛ̃ U_i and
     dKL = ½ tr((P⁻¹ − P⁻²)dΛ̃) + mᵀP⁻¹(dλ̃ − dΛ̃ m).
+
+    Args:
+        lambda1: whitened λ̃, (..., M).
+        Lambda2: whitened Λ̃, symmetric with I + Λ̃ positive definite, (..., M, M).
+        A: L⁻¹ Kuf, (..., M, N).
+        kff: prior variances, (..., N).
+
+    References:
+        Salimbeni, Eleftheriadis and Hensman (2018), "Natural gradients in practice", in the whitened basis.
     """
     return whitened_moments(lambda1, Lambda2, A, kff).moments
 
@@ -211,72 +197,7 @@ def _natural_jvp(primals: tuple, tangents: tuple) -> tuple[Moments, Moments]:
     return q.moments, tangents_like(q.moments, (dmean, dvariance, dkl, dA, dT))
 
 
-_natural.defjvp(_natural_jvp, symbolic_zeros=True)
-
-
-def natural_mean(lambda1: Array, Lambda2: Array) -> Array:
-    """P⁻¹λ̃, the mean of v that `natural_whitened` has, (..., M).
-
-    Args:
-        lambda1: whitened λ̃, (..., M).
-        Lambda2: whitened Λ̃, symmetric with I + Λ̃ positive definite, (..., M, M).
-    """
-    L_P, _ = root_of_precision(jnp.eye(lambda1.shape[-1], dtype=lambda1.dtype) + Lambda2)
-    return solve_lower_transposed(L_P, solve_lower(L_P, lambda1[..., None]))[..., 0]
-
-
-def dual(lambda1: Array, Lambda2: Array, L: Array, A: Array, kff: Array) -> Moments:
-    """q(u) ∝ p(u) exp(λ₁ᵀK⁻¹u − ½ uᵀK⁻¹Λ₂K⁻¹u) with K = Kuu: t-SVGP, sites as sums of k_ui.
-
-    With R = Kuu + Λ₂: m_i = k_uiᵀR⁻¹λ₁, v_i = k_ii − |A_i|² + |L_R⁻¹k_ui|²,
-    KL = ½ [ tr(R⁻¹Kuu) − M + λ₁ᵀR⁻¹KuuR⁻¹λ₁ + log|R| − log|Kuu| ], evaluated with λ̃ = L⁻¹λ₁ and Λ̃ = L⁻¹Λ₂L⁻ᵀ.
-
-    Args:
-        lambda1: Σ_i g_i k_ui, (..., M).
-        Lambda2: Σ_i β_i k_ui k_uiᵀ, positive semi-definite, (..., M, M).
-        L: Cholesky factor of Kuu, (..., M, M).
-        A: L⁻¹ Kuf, (..., M, N).
-        kff: prior variances, (..., N).
-
-    References:
-        Adam, Chang, Khan and Solin (2021), "Dual parameterization of sparse variational Gaussian processes",
-        equations 20 and 21.
-    """
-    # Whitened, not through R itself: log|R| − log|Kuu| of two factorisations is wrong by nats in float32.
-    half = solve_lower(L, Lambda2)
-    Lambda = solve_lower(L, jnp.swapaxes(half, -1, -2))
-    return natural_whitened(solve_lower(L, lambda1[..., None])[..., 0], Lambda, A, kff)
-
-
-def dual_projected(lambda1: Array, Lambda2: Array, Lu: Array, A: Array, kff: Array) -> Moments:
-    """q(u) ∝ p(u) exp(λ₁ᵀw − ½wᵀΛ₂w) with w = E[u' | u]: t-SVGP, sites as sums of the projections Kuu⁻¹k_ui.
-
-    The sites are functions of the process at inducing variables u', and do not move with the hyperparameters nor with
-    the inducing variables u that q is held by; so they follow per-datum sites. Whitened: λ̃ = L_u λ₁, Λ̃ = L_u Λ₂ L_uᵀ,
-    without any solve where u' = u.
-
-    Args:
-        lambda1: Σ_i g_i a_i with a_i = K_u'u'⁻¹k_u'i, (..., M).
-        Lambda2: Σ_i β_i a_i a_iᵀ, positive semi-definite, (..., M, M).
-        Lu: L⁻¹Cov(u, u'), (..., M, M); Lᵀ where u' = u.
-        A: L⁻¹ Kuf, (..., M, N).
-        kff: prior variances, (..., N).
-    """
-    Lambda = matmul(Lu, matmul(Lambda2, jnp.swapaxes(Lu, -1, -2)))
-    return natural_whitened(matvec(Lu, lambda1), Lambda, A, kff)
-
-
-def projected_at(lambda1: Array, Lambda2: Array, Lu: Array, L: Array) -> tuple[Array, Array]:
-    """Sites of `dual_projected` re-expressed at u itself: (L⁻ᵀL_u λ₁, L⁻ᵀL_u Λ₂ L_uᵀL⁻¹), the same q(u).
-
-    Args:
-        lambda1: (..., M).
-        Lambda2: (..., M, M).
-        Lu: L⁻¹Cov(u, u'), (..., M, M).
-        L: Cholesky factor of Kuu, (..., M, M).
-    """
-    W = solve_lower_transposed(L, Lu)
-    return matvec(W, lambda1), matmul(W, matmul(Lambda2, jnp.swapaxes(W, -1, -2)))
+natural_whitened.defjvp(_natural_jvp, symbolic_zeros=True)
 
 
 def dual_per_datum(lambda1: Array, Lambda2: Array, A_sites: Array, A: Array, kff: Array) -> Moments:

@@ -62,7 +62,6 @@ class Dual(AbstractPosteriorFamily):
             posterior (t-VGP), which has one site for each row of X.
         sites: "tied" keeps two sums over the data, (M,) and (M, M); "per_datum" keeps every site, (N,) and (N,).
         learn_inducing: whether to train the inducing inputs.
-        tie: what tied sites sum: "projection" Kuu⁻¹k_ui, or "covariance" k_ui as the paper prints it.
         init_from: the optimum of a regression with the same inducing variables, to start at in place of the prior.
 
     References:
@@ -73,21 +72,16 @@ class Dual(AbstractPosteriorFamily):
     inducing: Inducing | None
     sites: Literal["tied", "per_datum"] = "tied"
     learn_inducing: bool = False
-    tie: Literal["projection", "covariance"] = "projection"
     init_from: RegressionPosterior | None = None
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("sites", self.sites, ("tied", "per_datum")),
-            ("tie", self.tie, ("projection", "covariance")),
-        ):
-            if value not in known:
-                msg = f"`{name}` must be one of {known}, got {value!r}. The default is {known[0]!r}."
-                raise ValueError(msg)
+        if self.sites not in ("tied", "per_datum"):
+            msg = f"`sites` must be 'tied' or 'per_datum', got {self.sites!r}. The default is 'tied'."
+            raise ValueError(msg)
 
     @property
     def joins(self) -> str | None:
-        tied = self.inducing is not None and self.sites == "tied" and self.tie == "projection"
+        tied = self.inducing is not None and self.sites == "tied"
         return "projected" if tied and self.init_from is None else None
 
     def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
@@ -114,7 +108,7 @@ class Dual(AbstractPosteriorFamily):
             return InducingGaussian(inducing, L, *natural_mean_and_root(matvec(A, sites.lambda1), Lambda2))
         Kuv = None if sites.reference is None else shared_covariance(inducing, sites.reference, kernel, jitter)
         Kuu = with_jitter(inducing.Kuu(kernel), jitter)
-        return InducingGaussian(inducing, *tied_mean_and_root(self.tie, sites.lambda1, sites.Lambda2, Kuu, Kuv))
+        return InducingGaussian(inducing, *tied_mean_and_root(sites.lambda1, sites.Lambda2, Kuu, Kuv))
 
     def process(self, fitted: FittedParameters, q: SparsePosterior) -> ProcessPosterior | TableProcess | None:
         return dense_process(fitted("sites"), q) if self.inducing is None else super().process(fitted, q)
@@ -126,9 +120,9 @@ class Dual(AbstractPosteriorFamily):
             zeros, basis = DatumSites.zeros(batch_shape, prior.X), "datum"
         else:
             # In buffers of its own: a state that has one twice cannot be donated.
-            reference = own_copy(inducing) if self.learn_inducing and self.tie == "projection" else None
+            reference = own_copy(inducing) if self.learn_inducing else None
             zeros = TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype, reference)
-            basis = self.tie
+            basis = "projection"
         return param("sites", started_sites(zeros, self.init_from, basis, inducing, prior.X))
 
     def _tied(
@@ -142,11 +136,9 @@ class Dual(AbstractPosteriorFamily):
         if sites.reference is not None:
             Kuv = shared_covariance(inducing, sites.reference, kernel, jitter)
         Kuu, Kuf = with_jitter(inducing.Kuu(kernel), jitter), inducing.Kuf(kernel, prior.X)
-        q = tied(self.tie, sites.lambda1, sites.Lambda2, Kuu, Kuf, kernel(prior.X), Kuv)
+        q = tied(sites.lambda1, sites.Lambda2, Kuu, Kuf, kernel(prior.X), Kuv)
         if not isinstance(value, Perturbed):
             return q.moments
-        if self.tie == "covariance":
-            return perturbed_moments(value, Kuf, q.moments)
         fixed = jax.lax.stop_gradient(q)
         if value.zero.transported is not None:
             lambda1, Lambda2 = fixed.projected_sites()
@@ -195,13 +187,12 @@ class AutoTSVGP(AbstractAutoSparseGP):
         joint: which GP sites and other latents have one joint Gaussian: "auto" for all that meet in a term of the
             model, False for none, or a tuple of names. Latents that a kernel or a prior mean depends on stay with
             `base`, and so do those of a guide of your own or of `AutoDelta`.
-        tie: what tied sites sum: "projection" Kuu⁻¹k_ui, or "covariance" k_ui as the paper prints it.
         init_from: where to start in place of the prior: what `SparseGPRegression.condition` gives with the same
             inducing variables, or a dict of them by site.
         prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
 
     Raises:
-        ValueError: unknown `sites` or `tie`; inducing inputs of another width than X.
+        ValueError: unknown `sites`; inducing inputs of another width than X.
 
     References:
         Adam, Chang, Khan and Solin (2021), "Dual parameterization of sparse variational Gaussian processes".
@@ -215,13 +206,12 @@ class AutoTSVGP(AbstractAutoSparseGP):
         sites: Literal["tied", "per_datum"] = "tied",
         base: Any = AutoNormal,
         learn_inducing: bool = False,
-        tie: Literal["projection", "covariance"] = "projection",
         init_from: RegressionPosterior | Mapping[str, RegressionPosterior] | None = None,
         joint: Joint = "auto",
         prefix: str = "auto",
     ) -> None:
         self.inducing = inducing
-        self._options = {"sites": sites, "learn_inducing": learn_inducing, "tie": tie}
+        self._options = {"sites": sites, "learn_inducing": learn_inducing}
         self.init_from = init_from
         Dual(None, **self._options)  # a mistake in the options raises here, not at the first run
         super().__init__(model, base=base, prefix=prefix, joint=joint)

@@ -5,8 +5,7 @@ four more products of matrices of size M, because most of what flows back throug
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax import Array
@@ -36,9 +35,7 @@ from numpyro_sgp.posteriors.dual.formulas import (
 )
 from numpyro_sgp.posteriors.moments import Moments, given_tangents, tangents_like
 
-__all__ = ["Tie", "Tied", "shared_covariance", "tied", "tied_mean_and_root"]
-
-Tie = Literal["projection", "covariance"]
+__all__ = ["Tied", "shared_covariance", "tied", "tied_mean_and_root"]
 
 
 class Tied(NamedTuple):
@@ -57,26 +54,25 @@ class Tied(NamedTuple):
     Lambda2: Array
 
     def projections(self) -> Array:
-        """Kuu⁻¹k_ui = L⁻ᵀA_i, (..., M, N): the vectors that sites of the tie "projection" sum."""
+        """Kuu⁻¹k_ui = L⁻ᵀA_i, (..., M, N): the vectors that the sites sum."""
         return self.root.unwhiten(self.moments.prior_root)
 
     def projected_sites(self) -> tuple[Array, Array]:
-        """The sites as sums of projections on u itself, (L⁻ᵀλ̃, L⁻ᵀΛ̃L⁻¹), whatever they are held as."""
+        """The sites as sums of projections on u itself, (L⁻ᵀλ̃, L⁻ᵀΛ̃L⁻¹)."""
         return self.root.unwhiten(self.lambda1[..., None])[..., 0], self.root.unwhiten_both(self.Lambda2)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def tied(
-    tie: Tie, lambda1: Array, Lambda2: Array, Kuu: Array, Kuf: Array, kff: Array, Kuv: Array | None = None
-) -> Tied:
-    """The posterior of `dual` or `dual_projected` from the covariance blocks; no factorisation is differentiated.
+@jax.custom_jvp
+def tied(lambda1: Array, Lambda2: Array, Kuu: Array, Kuf: Array, kff: Array, Kuv: Array | None = None) -> Tied:
+    """q(u) ∝ p(u) exp(λ₁ᵀw − ½wᵀΛ₂w) with w = E[u' | u]: t-SVGP, sites as sums of the projections Kuu⁻¹k_ui.
 
-    With G = L⁻¹dKuu L⁻ᵀ, R = I − P⁻¹, U = P⁻¹A, E = A − U and p = P⁻¹m, sites that follow the prior's projection
-    (λ̃ = Lᵀλ₁, Λ̃ = LᵀΛ₂L) give
+    The sites do not move with the hyperparameters nor with u. Whitened they are λ̃ = L_uλ₁ and Λ̃ = L_uΛ₂L_uᵀ with
+    L_u = L⁻¹Cov(u, u'), which is Lᵀ where u' = u. No factorisation is differentiated: with G = L⁻¹dKuu L⁻ᵀ,
+    R = I − P⁻¹, U = P⁻¹A, E = A − U and p = P⁻¹m,
 
         dm_i = −E_iᵀG m,   dv_i = E_iᵀG E_i,   dKL = ½ tr(R²G) + (p − ½m)ᵀG m
 
-    and sites that stay where they are in u while Kuu moves (λ̃ = L⁻¹…, Λ̃ = L⁻¹…L⁻ᵀ)
+    where u' = u, and elsewhere
 
         dm_i = −U_iᵀG m,   dv_i = A_iᵀG A_i − U_iᵀG U_i,   dKL = −½ tr(R²G) − (p − ½m)ᵀG m,
 
@@ -85,19 +81,17 @@ def tied(
     is symmetric.
 
     Args:
-        tie: what the sites sum, "projection" Kuu⁻¹k_ui or "covariance" k_ui.
-        lambda1: Σ_i g_i a_i in that basis, (..., M).
+        lambda1: Σ_i g_i a_i with a_i = K_u'u'⁻¹k_u'i, (..., M).
         Lambda2: Σ_i β_i a_i a_iᵀ, positive semi-definite, (..., M, M).
         Kuu: prior covariance of the inducing variables u, with jitter, (..., M, M).
         Kuf: (..., M, N).
         kff: prior variances, (..., N).
-        Kuv: Cov(u, u') with the inducing variables u' that sites of the tie "projection" refer to, (..., M, M); None
-            where u' = u.
+        Kuv: Cov(u, u') with the inducing variables u' that the sites refer to, (..., M, M); None where u' = u.
 
     References:
         Adam, Chang, Khan and Solin (2021), "Dual parameterization of sparse variational Gaussian processes".
     """
-    return _evaluate(tie, lambda1, Lambda2, Kuu, Kuf, kff, Kuv)[0]
+    return _evaluate(lambda1, Lambda2, Kuu, Kuf, kff, Kuv)[0]
 
 
 class _Parts(NamedTuple):
@@ -107,12 +101,8 @@ class _Parts(NamedTuple):
     moving: Array | None
 
 
-def _whitened_sites(
-    tie: Tie, root: Root, Lu: Array | None, lambda1: Array, Lambda2: Array
-) -> tuple[Array, Array, Array | None]:
+def _whitened_sites(root: Root, Lu: Array | None, lambda1: Array, Lambda2: Array) -> tuple[Array, Array, Array | None]:
     """λ̃ and Λ̃, linear in the sites, and L_uΛ₂ where it is at hand."""
-    if tie == "covariance":
-        return root.whiten(lambda1[..., None])[..., 0], root.whiten_both(Lambda2), None
     if Lu is None:
         return matvec_transposed(root.L, lambda1), congruence_of_upper(transposed(root.L), Lambda2), None
     moving = matmul(Lu, Lambda2)
@@ -120,30 +110,28 @@ def _whitened_sites(
 
 
 def tied_mean_and_root(
-    tie: Tie, lambda1: Array, Lambda2: Array, Kuu: Array, Kuv: Array | None = None
+    lambda1: Array, Lambda2: Array, Kuu: Array, Kuv: Array | None = None
 ) -> tuple[Array, Array, Array]:
     """L with L Lᵀ = Kuu, and mean and root of q(v), u = L v; the arguments are those of `tied`."""
     root = root_of(Kuu)
     Lu = None if Kuv is None else root.whiten(Kuv)
-    linear, precision, _ = _whitened_sites(tie, root, Lu, lambda1, Lambda2)
+    linear, precision, _ = _whitened_sites(root, Lu, lambda1, Lambda2)
     return root.L, *natural_mean_and_root(linear, precision)
 
 
-@partial(as_one_program, static_argnums=0)
-def _evaluate(
-    tie: Tie, lambda1: Array, Lambda2: Array, Kuu: Array, Kuf: Array, kff: Array, Kuv: Array | None
-) -> _Parts:
+@as_one_program
+def _evaluate(lambda1: Array, Lambda2: Array, Kuu: Array, Kuf: Array, kff: Array, Kuv: Array | None) -> _Parts:
     root = root_of(Kuu)
     A, Lu = root.whiten(Kuf), None if Kuv is None else root.whiten(Kuv)
-    linear, precision, moving = _whitened_sites(tie, root, Lu, lambda1, Lambda2)
+    linear, precision, moving = _whitened_sites(root, Lu, lambda1, Lambda2)
     q = whitened_moments(linear, precision, A, kff)
     return _Parts(Tied(q.moments, root, linear, precision), q, Lu, moving)
 
 
-def _tied_jvp(tie: Tie, primals: tuple, tangents: tuple) -> tuple[Tied, Tied]:
+def _tied_jvp(primals: tuple, tangents: tuple) -> tuple[Tied, Tied]:
     lambda1, Lambda2, Kuu, Kuf, kff, Kuv = primals
     dlambda1, dLambda2, dKuu, dKuf, dkff, dKuv = given_tangents(tangents)
-    value, q, Lu, moving = _evaluate(tie, lambda1, Lambda2, Kuu, Kuf, kff, Kuv)
+    value, q, Lu, moving = _evaluate(lambda1, Lambda2, Kuu, Kuf, kff, Kuv)
     c, root, A = curvature(q), value.root, q.moments.prior_root
     explained = q.explained[..., None, :]
     dmean: Any = 0.0
@@ -156,7 +144,7 @@ def _tied_jvp(tie: Tie, primals: tuple, tangents: tuple) -> tuple[Tied, Tied]:
     if dlambda1 is not None or dLambda2 is not None:
         dlambda1 = jnp.zeros_like(lambda1) if dlambda1 is None else dlambda1
         half = jnp.zeros_like(Lambda2) if dLambda2 is None else 0.25 * mirrored(dLambda2)
-        d, D, _ = _whitened_sites(tie, root, Lu, dlambda1, half)
+        d, D, _ = _whitened_sites(root, Lu, dlambda1, half)
     if dKuv is not None:
         dLu = root.whiten_tangent(dKuv)
         d = d + matvec(dLu, lambda1)
@@ -181,7 +169,7 @@ def _tied_jvp(tie: Tie, primals: tuple, tangents: tuple) -> tuple[Tied, Tied]:
         Gm = matvec(G, q.m)
         drift = jnp.sum(R_squared * F, axis=(-2, -1)) + jnp.sum((c.p - 0.5 * q.m) * Gm, axis=-1)
         # One product for both terms of the variance; where rounding made k_ii − |A_i|² negative, A_iᵀG A_i drops out.
-        if tie == "projection" and Lu is None:
+        if Lu is None:
             turn = jnp.swapaxes(F, -1, -2)
             dmean, dkl = dmean - matvec_transposed(E, Gm), dkl + drift
             left, right = jnp.where(explained, E, c.U), jnp.where(explained, E, c.U - 2.0 * A)

@@ -132,7 +132,7 @@ class JointGaussian:
         if self.projected:
             if rest is not None:
                 k, variance = rest.loaded(k, variance, loading)
-            q = tied("projection", lambda1, Lambda2, self.K, k, variance, self.Kuv)
+            q = tied(lambda1, Lambda2, self.K, k, variance, self.Kuv)
             moments, h = q.moments, jax.lax.stop_gradient(q).projections()
             if isinstance(self.value, Perturbed) and self.value.zero.transported is not None:
                 moved = jax.lax.stop_gradient(q).projected_sites()
@@ -229,7 +229,7 @@ class JointGaussian:
         elif rest is not None:
             lambda1, Lambda2 = rest.lambda1, rest.Lambda2
         if self.projected:
-            return tied_mean_and_root("projection", lambda1, Lambda2, self.K, self.Kuv)
+            return tied_mean_and_root(lambda1, Lambda2, self.K, self.Kuv)
         L, _ = whiten(self.K, self.K[:, :0])
         return L, *natural_mean_and_root(lambda1, Lambda2)
 

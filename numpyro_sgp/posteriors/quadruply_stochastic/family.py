@@ -19,10 +19,10 @@ from numpyro_sgp.features.finite_rank import has_correlated_weights
 from numpyro_sgp.inducing import AbstractInducing, InducingPoints, subset
 from numpyro_sgp.math.linalg import cholesky, matmul, matvec, solve_lower, solve_lower_transposed
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, Inducing, at_prior, inducing_param, is_initial
-from numpyro_sgp.posteriors.gaussian import FittedParameters, InducingGaussian, Parameters
+from numpyro_sgp.posteriors.gaussian import FittedParameters, InducingGaussian, MeanPart, Parameters
 from numpyro_sgp.posteriors.mean_basis import TableDraw, TableMean
 from numpyro_sgp.posteriors.moments import Moments, project
-from numpyro_sgp.posteriors.process import MeanPart, ProcessPosterior, TableProcess, process_over
+from numpyro_sgp.posteriors.process import ProcessPosterior, TableProcess, process_over
 from numpyro_sgp.posteriors.quadruply_stochastic.formulas import (
     Inclusion,
     Sampled,
@@ -136,7 +136,7 @@ class QuadruplyStochastic(AbstractPosteriorFamily):
         if isinstance(inducing, InducingPoints):
             # The weights say what u does not: their function less its interpolation from u.
             known = solve_lower(L, basis.mean_at(kernel, inducing.Z, numbers)[:, None])[:, 0]
-        return process_over(InducingGaussian(inducing, L, m, S_sqrt), q, MeanPart(basis, numbers, known), kernel)
+        return process_over(InducingGaussian(inducing, L, m, S_sqrt, MeanPart(basis, numbers, known)), q, kernel)
 
     # The parameters.
 

@@ -11,6 +11,7 @@ as the one before, up to `refresh` steps.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax import Array, lax
@@ -19,13 +20,14 @@ from jax.typing import ArrayLike
 import numpy as np
 
 from numpyro_sgp._internal.eager import as_one_program
+from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.math.linalg import diagonal, gram_of_rows, lower_product, matvec, matvec_transposed, triangular_inverse
 from numpyro_sgp.posteriors.dual.formulas import divergence_of_covariance, root_of_precision
 from numpyro_sgp.posteriors.moments import Moments, given_tangents, tangents_like
 from numpyro_sgp.posteriors.natural_parameters import AbstractSites, Perturbation
 from numpyro_sgp.posteriors.weight_space.formulas import tempering
 
-__all__ = ["StaleSites", "stale_moments"]
+__all__ = ["StaleSites", "check_refresh", "stale_moments"]
 
 
 @jax.tree_util.register_dataclass
@@ -115,6 +117,15 @@ def _posterior(sites: StaleSites, length: Array) -> tuple[Array, Array, Array]:
     if not lambda1.shape[-1]:
         return lambda1, root, divergence
     return matvec_transposed(root, matvec(root, lambda1)), root, divergence
+
+
+def check_refresh(value: Any, refresh: int) -> None:
+    """Raise where sites are those of a guide that holds its posterior for another number of steps."""
+    sites = value_of(value)
+    given = sites.refresh if isinstance(sites, StaleSites) else 1
+    if given != refresh:
+        msg = f"The parameters are those of a guide with `refresh={given}`, and this guide has `refresh={refresh}`."
+        raise ValueError(msg)
 
 
 @jax.custom_jvp
