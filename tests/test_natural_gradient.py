@@ -77,7 +77,6 @@ def fitted(name, likelihood, steps, *options, **more):
         [
             ("natural", "poisson"),
             ("per_datum", "poisson"),
-            ("tied", "bernoulli"),
             ("dense", "student_t"),
             ("tied", "beta"),
         ],

@@ -33,7 +33,7 @@ U, LOG_DIAGONAL = np.tril(RNG.normal(size=(m, K))), 0.3 * RNG.normal(size=m)
 U[range(K), range(K)] = np.exp(LOG_DIAGONAL[:K])
 D = np.where(np.arange(m) < K, 0.0, np.exp(LOG_DIAGONAL))
 C = np.concatenate([U, np.diag(D)[:, K:]], axis=1)
-NOISE = 0.3
+NOISE, COLUMN = 0.3, RNG.normal(size=N)
 SAMPLES = np.array(list(itertools.combinations(range(m), M)))
 
 
@@ -122,7 +122,7 @@ def test_the_diagonal_is_the_stationary_point_of_the_bound():
 
 
 def test_an_augmented_variance_is_that_of_a_basis_function_at_the_input():
-    k, prior = RNG.normal(size=N), 1.3
+    k, prior = COLUMN, 1.3
     v = 1.0 / (1.0 / prior + k @ k / prior**2 / NOISE)  # the weight's prior variance is 1/k(x, x)
     found = formulas.augmented_variance(np.array(0.2), prior, k @ k, NOISE)
     assert_allclose(found, 0.2 + v, rtol=1e-12)
