@@ -32,7 +32,7 @@ class _MarginalLikelihood(ELBO):
 
     parametrization: str | None = None
 
-    def __init__(self, num_particles: int) -> None:
+    def __init__(self, num_particles: int = 1) -> None:
         if num_particles != 1:
             msg = f"`num_particles` must be 1, got {num_particles!r}: nothing is drawn here. Leave it out."
             raise ValueError(msg)
@@ -47,15 +47,11 @@ class _MarginalLikelihood(ELBO):
             msg = f"`{name}` needs a sparse guide, such as `AutoWeightSpaceGP`, got {type(guide).__name__}."
             raise TypeError(msg)
 
-        def read(params: dict[str, Any]) -> Regression:
-            return read_regression(rng_key, params, model, guide, args, kwargs, name, self.parametrization)
-
-        loss, state = self._evaluate(read, param_map, guide)
+        data = read_regression(rng_key, param_map, model, guide, args, kwargs, name, self.parametrization)
+        loss, state = self._evaluate(data, guide)
         return {"loss": loss, "mutable_state": state or None}
 
-    def _evaluate(
-        self, read: Callable[[dict[str, Any]], Regression], params: dict[str, Any], guide: AbstractAutoSparseGP
-    ) -> tuple[Array, dict[str, Any]]:
+    def _evaluate(self, data: Regression, guide: AbstractAutoSparseGP) -> tuple[Array, dict[str, Any]]:
         raise NotImplementedError
 
 
@@ -97,10 +93,7 @@ class CompositionalMarginalLikelihood(_MarginalLikelihood):
         self.decay = decay
         super().__init__(num_particles)
 
-    def _evaluate(
-        self, read: Callable[[dict[str, Any]], Regression], params: dict[str, Any], guide: AbstractAutoSparseGP
-    ) -> tuple[Array, dict[str, Any]]:
-        data = read(params)
+    def _evaluate(self, data: Regression, guide: AbstractAutoSparseGP) -> tuple[Array, dict[str, Any]]:
         name = f"{data.site}_{guide.prefix}_average"
         old, A, noise, scale = data.mutable_state[name], data.A, data.noise, data.scale
         F = jnp.broadcast_to(batch_matrix(A, noise, scale), old["F"].shape)
@@ -163,9 +156,8 @@ class MinimaxMarginalLikelihood(_MarginalLikelihood):
             raise ValueError(msg)
         if form == "printed":
             warnings.warn(
-                "The printed penalty has its minimum at that of the evidence only for μ ≥ |F| |F⁻¹|, which is the rank "
-                f"or more; here μ = {1.0 if penalty is None else penalty}. Below that it solves another problem. Use "
-                'form="whitened".',
+                "The printed penalty has its minimum at that of the evidence only for μ ≥ |F| |F⁻¹|, the rank or more. "
+                f'Here μ = {1.0 if penalty is None else penalty}. Use form="whitened".',
                 UserWarning,
                 stacklevel=2,
             )
@@ -173,18 +165,15 @@ class MinimaxMarginalLikelihood(_MarginalLikelihood):
         self.penalty = penalty
         super().__init__(num_particles)
 
-    def _evaluate(
-        self, read: Callable[[dict[str, Any]], Regression], params: dict[str, Any], guide: AbstractAutoSparseGP
-    ) -> tuple[Array, dict[str, Any]]:
-        data = read(params)
+    def _evaluate(self, data: Regression, guide: AbstractAutoSparseGP) -> tuple[Array, dict[str, Any]]:
         scale = cast(WeightSpace, guide.family(data.site)).root_scale
         A, R = data.A, scale * jnp.tril(data.parameter(guide, "R"))
         r = A.shape[-2]
         penalty = (1.2 * r**0.5 if self.form == "whitened" else 1.0) if self.penalty is None else self.penalty
         if self.form == "whitened" and penalty < r**0.5:
             warnings.warn(
-                f"μ = {penalty} is below the root of the rank, √{r} = {r**0.5:.3g}: the minimum is then not that of "
-                "the evidence. Leave `penalty` out for 1.2 √r.",
+                f"μ = {penalty} is below the root of the rank, √{r} = {r**0.5:.3g}, so the minimum is not that of the "
+                "evidence. Leave `penalty` out.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -213,13 +202,7 @@ class BatchMarginalLikelihood(_MarginalLikelihood):
         Gaussian processes".
     """
 
-    def __init__(self, num_particles: int = 1) -> None:
-        super().__init__(num_particles)
-
-    def _evaluate(
-        self, read: Callable[[dict[str, Any]], Regression], params: dict[str, Any], guide: AbstractAutoSparseGP
-    ) -> tuple[Array, dict[str, Any]]:
-        data = read(params)
+    def _evaluate(self, data: Regression, guide: AbstractAutoSparseGP) -> tuple[Array, dict[str, Any]]:
         prior = data.q.prior
         if guide.family(data.site).over_weights:
             evidence = log_evidence(data.A, data.residual, data.noise)

@@ -89,16 +89,7 @@ class AbstractQuadruplyStochastic(AbstractPosteriorFamily):
     def _estimated_covariance(
         self, part: "_Part", Phi: Array, squares: Array, now: Weights, precision: Array | None, sample: Inclusion
     ) -> tuple[Array, Array, Array]:
-        """The variance, a number whose mean is at least the standard deviation, and the covariance's divergence.
-
-        Args:
-            part: what the posterior is without the weights.
-            Phi: features at the sampled weights, (N, M).
-            squares: estimated squares of ΦU, (N, k).
-            now: the sampled weights.
-            precision: their block of S, its diagonal, or None for the identity.
-            sample: the factors.
-        """
+        """The variance, a number whose mean is at least the standard deviation, and the covariance's divergence."""
 
     @abstractmethod
     def _exact(self, kernel: Any, part: "_Part", table: WeightTable, f: Array, variance: Array, kl: Array) -> Moments:
