@@ -136,7 +136,7 @@ def collapsed_bound(Kuu: Array, Kuf: Array, kff: Array, residual: Array, noise: 
         dKuf: b (w∘r)ᵀ − Σ⁻¹Kuf diag(w) + 2 Kuu⁻¹Kuf diag(t)
         dKuu: ½ (Kuu⁻¹ − Σ⁻¹ − b bᵀ) − Kuu⁻¹Kuf diag(t) Kfu Kuu⁻¹
 
-    which takes one product with all rows beside those of the value (two for "fitc"). Arguments are those of `collapsed`.
+    which takes one product with all rows beside those of the value (two for "fitc"). See `collapsed` for the arguments.
     """
     return collapsed(Kuu, Kuf, kff, residual, noise, bound).value
 
