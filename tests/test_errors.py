@@ -431,11 +431,6 @@ MISTAKES = {
         ValueError,
         ("`e_steps` and `m_steps` are both 0", "1 of each"),
     ),
-    "gradients given to the natural gradient": (
-        lambda: sgp.NaturalGradient().update({}, None),
-        TypeError,
-        ("`NaturalGradient`", "`eval_and_update`"),
-    ),
     "refusals of another optimizer": (
         lambda: sgp.num_refused(start(model, SVGP(model, Z), X, y)[1]),
         TypeError,

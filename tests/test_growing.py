@@ -319,7 +319,7 @@ def test_a_growing_run_compiles_once_fills_its_basis_says_so_and_ends_at_the_opt
     assert sizes == [2, 4, 6, 8, 9, 9, 9, 9, 9]
     full = [str(w.message) for w in warned if "is full" in str(w.message)]
     assert len(full) == 1
-    assert "'f_auto_inducing' is full: all of its 9 inducing inputs are there" in full[0]
+    assert "'f_auto_inducing' is full: training goes on with its 9 inducing inputs" in full[0]
     inducing = np.asarray(svi.get_params(state)["f_auto_inducing"].Z)
     assert len(np.unique(inducing, axis=0)) == 9
     assert {*inducing[:, 0]} <= {*LARGE_X[:, 0]}
@@ -398,12 +398,10 @@ def test_minibatches_checkpoints_and_the_count_of_refused_steps(tmp_path):
         (lambda: sgp.GrowBasis("adam"), TypeError, "must be an optimizer for `SVI`, got str"),
         (lambda: sgp.GrowBasis(optax.adam(1.0), num_new=0), ValueError, "`num_new` must be a positive integer"),
         (lambda: sgp.GrowBasis(optax.adam(1.0), tolerance=1.0), ValueError, r"`tolerance` must lie in \(0, 1\)"),
-        (lambda: sgp.GrowBasis(optax.adam(1.0)).update(None, None), TypeError, "evaluates the loss itself"),
-        (lambda: sgp.median_lengthscale(X[:1]), ValueError, "needs two rows or more, got 1"),
         (lambda: sgp.median_lengthscale(X[:, 0]), ValueError, r"must have shape \(N, D\)"),
         (lambda: sgp.median_lengthscale(X * np.nan), ValueError, "not finite"),
     ],
-    ids=["capacity", "optim", "num_new", "tolerance", "update", "one-row", "vector", "nan"],
+    ids=["capacity", "optim", "num_new", "tolerance", "vector", "nan"],
 )
 def test_numbers_out_of_range_raise(make, error, message):
     with pytest.raises(error, match=message):

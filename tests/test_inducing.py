@@ -88,17 +88,10 @@ def test_rows_that_the_kernel_cannot_tell_apart_are_filled_up_with_a_warning():
 
 
 def test_a_batch_of_kernels_is_refused():
-    with pytest.raises(ValueError, match="`kernel` must be one kernel, got a batch of them"):
+    with pytest.raises(ValueError, match="`kernel` must be one kernel, got variances of shape"):
         sgp.greedy_variance(kernel(np.ones((3, 1))), ROWS, num_inducing=4)
-    with pytest.raises(ValueError, match="`kernel` must be one kernel, got a batch of them"):
+    with pytest.raises(ValueError, match="`kernel` must be one kernel, got variances of shape"):
         sgp.trace_error(kernel(np.ones((3, 1))), ROWS, ROWS[:4])
-
-
-def test_nothing_to_explain_is_told():
-    with pytest.raises(ValueError, match="no variance at any row"):
-        sgp.suggest_num_inducing(sgp.kernels.Linear(1.0), np.zeros((5, 1)))
-    with pytest.raises(ValueError, match="`X` has no rows"):
-        sgp.trace_error(kernel(), ROWS[:0], ROWS[:4])
 
 
 # How many.
@@ -112,7 +105,7 @@ def test_the_suggested_number_is_the_smallest_that_meets_the_tolerance():
     assert trace_of_residual(Z) <= 0.05 * total < trace_of_residual(Z[:-1])
     expected = [trace_of_residual(Z[: m + 1]) / total for m in range(len(Z))]
     assert_allclose(suggestion.relative_errors, expected, rtol=1e-9)
-    with pytest.raises(ValueError, match=r"3 inducing inputs leave .* more than the `tolerance` of 0.05"):
+    with pytest.raises(ValueError, match=r"3 inducing inputs leave .* Raise `max_num_inducing`"):
         sgp.suggest_num_inducing(kernel(), ROWS, tolerance=0.05, max_num_inducing=3)
     with pytest.raises(ValueError, match=r"`tolerance` must lie in \(0, 1\).*got 2"):
         sgp.suggest_num_inducing(kernel(), ROWS, tolerance=2.0)
@@ -234,8 +227,6 @@ def test_inputs_that_are_not_numbers_are_told_and_nan_is_never_lost():
     # Kuu of equal rows without jitter has no factor.
     error = sgp.trace_error(kernel(), ROWS, np.repeat(ROWS[:2], 5, 0), jitter=0.0)
     assert np.isnan([error.total, error.relative, error.largest]).all()
-    with pytest.raises(TypeError, match="masked array"):
-        sgp.subset(kernel(), np.ma.masked_greater(ROWS, 0.0), jax.random.key(0), num_inducing=3)
     with pytest.raises(ValueError, match="`max_num_inducing` must be a positive integer"):
         sgp.suggest_num_inducing(kernel(), ROWS, max_num_inducing=0)
 

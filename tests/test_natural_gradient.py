@@ -77,7 +77,6 @@ def fitted(name, likelihood, steps, *options, **more):
         [
             ("natural", "poisson"),
             ("per_datum", "poisson"),
-            ("tied", "bernoulli"),
             ("dense", "student_t"),
             ("tied", "beta"),
         ],
@@ -586,43 +585,3 @@ def test_a_stable_run_is_the_run_where_nothing_is_refused():
         svi = SVI(model, guide, sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
         losses.append(svi.run(jax.random.key(0), 5, X, y, progress_bar=False, stable_update=stable).losses)
     assert_allclose(losses[0], losses[1], rtol=1e-12)
-
-
-# Mistakes.
-
-
-@pytest.mark.once
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"step_size": 0.0}, ValueError, r"`step_size` must lie in \(0, 1\], got 0.0"),
-        ({"step_size": 1.5}, ValueError, r"`step_size` must lie in \(0, 1\], got 1.5"),
-        ({"step_size": lambda k: 2.0}, ValueError, r"`step_size` must lie in \(0, 1\], got 2.0"),
-        ({"e_steps": -1}, ValueError, "`e_steps` must be a non-negative integer, got -1"),
-        ({"m_steps": 1.5}, ValueError, "`m_steps` must be a non-negative integer, got 1.5"),
-        ({"e_steps": 0, "m_steps": 0}, ValueError, "both 0"),
-        ({"floor": np.nan}, ValueError, "`floor` must be a finite number or None, got nan"),
-        ({"floor": "none"}, ValueError, "`floor` must be a finite number or None, got 'none'"),
-        ({"others": numpyro.optim.Adam(1e-2)}, TypeError, "`others` must be an optax transformation, got Adam"),
-    ],
-)
-def test_wrong_arguments_say_what_is_needed(arguments, error, message):
-    with pytest.raises(error, match=message):
-        sgp.NaturalGradient(**arguments)
-
-
-@pytest.mark.once
-@pytest.mark.usefixtures("x64")
-def test_a_guide_without_sites_is_refused():
-    model = Model()
-    svi = SVI(model, GUIDES["whitened"](model, Z), sgp.NaturalGradient(), sgp.QuadratureELBO())
-    with pytest.raises(ValueError, match="found no sites among the parameters"):
-        svi.init(jax.random.key(0), X, model.y)
-
-
-@pytest.mark.once
-def test_gradients_alone_are_refused():
-    with pytest.raises(TypeError, match="evaluates the loss itself"):
-        sgp.NaturalGradient().update({}, (0, None))
-    with pytest.raises(ValueError, match="reverse-mode"):
-        sgp.NaturalGradient().eval_and_update(None, (0, None), forward_mode_differentiation=True)

@@ -513,9 +513,6 @@ COUPLING = {
     "rolled": lambda f: jnp.sin(f - jnp.roll(f, 1)),
     "folded": lambda f: jnp.prod(f[:6].reshape(2, 3), axis=0),
     "scattered": lambda f: jnp.zeros(3).at[jnp.array([0, 0, 1, 1, 2, 2, 2])].add(f) ** 2,
-    "scan": scanned(lambda total, row: (total + row**2, jnp.exp(row))),
-    "scan that remembers": scanned(lambda last, row: (row, jnp.exp(last))),
-    "branch by data": lambda f: jax.lax.cond(jnp.asarray(True), lambda x: x, lambda x: -x, f) ** 2,
     "within jit": lambda f: jax.jit(lambda a, b: a * b)(f[0], f[1]),
     "truncated": lambda f: jnp.sum(f).astype(int) + 0.0,
 }

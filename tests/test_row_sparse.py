@@ -193,7 +193,7 @@ def run_one(svi, **keywords):
 
 MISTAKES = {
     "more than there are": (lambda: run_one(svi_of(basis_batch=61)), ("`basis_batch` is 61", "m = 60", "at most 60")),
-    "one of several": (lambda: run_one(svi_of(basis_batch=1)), ("basis_batch=1", "2 or more")),
+    "one of several": (lambda: run_one(svi_of(basis_batch=1)), ("`basis_batch` is 1", "at least 2")),
     "dense precision": (
         lambda: run_one(
             svi_of(basis_batch=3, covariance="chevron"), kernel=features.InducingBasis(kernels.Matern52(1.0), X)
@@ -218,10 +218,9 @@ MISTAKES = {
     "dense columns": (lambda: svi_of(dense_columns=3), ("`dense_columns=3`", "chevron")),
     "covariance": (lambda: svi_of(covariance="full"), ("`covariance` must be", "'full'")),
     "relevance": (lambda: svi_of(relevance=True), ("relevance", "chevron")),
-    "width of control": (lambda: run_one(svi_of(control=X[:, :1])), ("`control` has shape", "2 columns")),
     "site": (
         lambda: sgp.AutoQSGP(model).relevant_vectors({}, "g"),
-        ("'g'", "relevance=True"),
+        ("'g'", "parameters of this guide"),
     ),
 }
 
@@ -258,14 +257,13 @@ def test_a_plain_optimizer_on_a_long_table_is_warned_of_with_the_bytes():
         jax.eval_shape(loss, values)
 
 
-@pytest.mark.parametrize("form", ["inducing", "chevron"])
-def test_hyperparameters_with_priors_are_trained_with_the_rows(form):
+def test_hyperparameters_with_priors_are_trained_with_the_rows():
     def full(X, y=None):
         lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
         kernel = features.RandomFourier(kernels.SquaredExponential(lengthscale), RANK, jax.random.key(1))
         model(X, y, kernel=kernel)
 
-    svi = svi_of(the_model=full, covariance=form, base=AutoDelta)
+    svi = svi_of(the_model=full, covariance="chevron", base=AutoDelta)
     result = svi.run(jax.random.key(0), 30, X, Y, progress_bar=False)
     draws = numpyro.infer.Predictive(full, guide=svi.guide, params=result.params, num_samples=3)(jax.random.key(1), X)
     assert draws["y"].shape == (3, N)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from grids import representative
 import guides
 import jax
 import jax.numpy as jnp
@@ -121,9 +122,8 @@ def test_functions_follow_the_draw_of_the_hyperparameters():
         assert_allclose(draw, Phi @ values[:, 0], rtol=1e-8)
 
 
-@pytest.mark.parametrize("covariance", ["inducing", "chevron"])
-def test_functions_are_drawn_inside_of_a_compiled_program(covariance):
-    guide = guide_of(covariance)
+def test_functions_are_drawn_inside_of_a_compiled_program():
+    guide = guide_of("chevron")
     params = with_random_values(guide)
 
     def values(params, X):
@@ -147,7 +147,7 @@ def test_a_process_with_its_mean_in_a_table_is_evaluated_anywhere_and_knows_its_
     assert_allclose(process.kl, kl, rtol=1e-8)
 
 
-@pytest.mark.parametrize("parametrization", [None, "orthogonal", "hybrid", "solve"])
+@pytest.mark.parametrize("parametrization", representative([None, "orthogonal", "hybrid", "solve"], [None, "hybrid"]))
 def test_log_ratios_are_those_of_the_inducing_variables_with_the_divergence_of_the_rest(parametrization):
     # A mean with a basis of its own is no function of u, and yet a part of the divergence.
     def simple(X, y=None):
@@ -283,22 +283,20 @@ def test_an_augmented_variance_is_the_priors_far_from_the_data():
 def test_mistakes_are_told():
     guide = guide_of("inducing")
     params = initial_parameters(guide)
-    with pytest.raises(ValueError, match="no covariance of the weights"):
+    with pytest.raises(ValueError, match="needs a covariance of the weights"):
         guide.with_optimal_diagonal(jax.random.key(0), params, X, noise_scale=NOISE)
     process = sgp.process_posterior(guide, jax.random.key(0), params, X)["f"]
     with pytest.raises(ValueError, match="no weights for a GP site 'g'"):
         guide.with_posterior(params, process, site="g")
-    with pytest.raises(ValueError, match="inducing inputs alone"):
+    with pytest.raises(ValueError, match="at inducing inputs"):
         guide.with_posterior(params, process)
-    with pytest.raises(ValueError, match="no covariance of the weights"):
+    with pytest.raises(ValueError, match="needs a covariance of the weights"):
         guide.with_mean(jax.random.key(0), params, Y, X)
     guide = guide_of("chevron")
     params = initial_parameters(guide)
-    with pytest.raises(ValueError, match=r"\(6,\).*got \(5,\)"):
-        guide.with_mean(jax.random.key(0), params, Y[:5], X)
-    with pytest.raises(ValueError, match=r"6 values.*no number.*Pass fewer"):
+    with pytest.raises(ValueError, match=r"6 values.*Pass fewer"):
         guide.with_mean(jax.random.key(0), params, np.full(6, np.nan), X)
-    with pytest.raises(ValueError, match="chevron covariance, which has no inducing"):
+    with pytest.raises(ValueError, match="needs a covariance of inducing variables"):
         guide.with_posterior(params, process)
     with pytest.raises(ValueError, match=r"\(4, 1\).*2 columns"):
         guide.augmented_variance(jax.random.key(0), params, X_NEW[:, :1], X, noise_scale=NOISE)

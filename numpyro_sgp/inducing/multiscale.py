@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from numpyro_sgp.inducing.points import AbstractInducing, BoundedInducingPoints, InducingPoints, as_points
 from numpyro_sgp.kernels import SquaredExponential
+from numpyro_sgp.kernels.arrays import expand
 from numpyro_sgp.math.linalg import matmul
 
 __all__ = ["MultiscaleInducing"]
@@ -66,7 +67,7 @@ class MultiscaleInducing(AbstractInducing):
 
     def Kuf(self, kernel: Callable, X: Array) -> Array:
         kernel = _squared_exponential(kernel)
-        lengthscale = _row(kernel.lengthscale)
+        lengthscale = expand(kernel.lengthscale, -2)
         # As in the kernels: covariances do not change when both inputs are shifted, and products cancel less.
         centre = jax.lax.stop_gradient(jnp.mean(self.Z, axis=-2, keepdims=True))
         Z, X = (self.Z - centre) / lengthscale, (X - centre) / lengthscale
@@ -75,7 +76,7 @@ class MultiscaleInducing(AbstractInducing):
         X_t, X2_t = jnp.swapaxes(X, -1, -2), jnp.swapaxes(X * X, -1, -2)
         r2 = jnp.sum(weight * Z * Z, axis=-1, keepdims=True) - 2.0 * matmul(weight * Z, X_t) + matmul(weight, X2_t)
         log_factor = -0.5 * jnp.sum(_log_cosh(self.log_scales), axis=-1, keepdims=True)
-        return _variance(kernel) * jnp.exp(log_factor - jnp.maximum(r2, 0.0))
+        return expand(kernel.variance, -2, -1) * jnp.exp(log_factor - jnp.maximum(r2, 0.0))
 
     def Kuv(self, kernel: Callable, other: AbstractInducing) -> Array:
         if isinstance(other, MultiscaleInducing):
@@ -83,40 +84,26 @@ class MultiscaleInducing(AbstractInducing):
         if isinstance(other, InducingPoints | BoundedInducingPoints):
             return self.Kuf(kernel, other.Z)
         msg = (
-            f"The covariance of `MultiscaleInducing` with a {type(other).__name__} is not known. "
-            "Use inducing inputs or `MultiscaleInducing` for both bases."
+            f"`MultiscaleInducing` has no covariance with a {type(other).__name__}. Use inducing inputs for both bases."
         )
         raise TypeError(msg)
 
     def _covariance(self, kernel: Callable, other: "MultiscaleInducing") -> Array:
         kernel = _squared_exponential(kernel)
-        lengthscale = _row(kernel.lengthscale)
+        lengthscale = expand(kernel.lengthscale, -2)
         Z, Z_other = (points.Z / lengthscale for points in (self, other))
         difference = Z[..., :, None, :] - Z_other[..., None, :, :]
         a, b = self.log_scales[..., :, None, :], other.log_scales[..., None, :, :]
         # 2 exp(a + b) / (exp(2a) + exp(2b)) = 1 / cosh(a − b)
         r2 = difference * difference / (jnp.exp(2.0 * a) + jnp.exp(2.0 * b))
-        return _variance(kernel) * jnp.exp(-jnp.sum(r2 + 0.5 * _log_cosh(a - b), axis=-1))
+        return expand(kernel.variance, -2, -1) * jnp.exp(-jnp.sum(r2 + 0.5 * _log_cosh(a - b), axis=-1))
 
 
 def _squared_exponential(kernel: Any) -> SquaredExponential:
     if not isinstance(kernel, SquaredExponential):
-        msg = (
-            f"`MultiscaleInducing` needs a `SquaredExponential` kernel, got {type(kernel).__name__}. "
-            "Use inducing inputs, `InducingPoints`, for other kernels."
-        )
+        msg = f"`MultiscaleInducing` needs a `SquaredExponential`, got {type(kernel).__name__}. Use `InducingPoints`."
         raise TypeError(msg)
     return kernel
-
-
-def _row(lengthscale: ArrayLike) -> Any:
-    """ℓ beside rows of inputs, (..., 1, D)."""
-    return lengthscale if jnp.ndim(lengthscale) == 0 else jnp.expand_dims(jnp.asarray(lengthscale), -2)
-
-
-def _variance(kernel: SquaredExponential) -> Any:
-    variance = kernel.variance
-    return variance if jnp.ndim(variance) == 0 else jnp.expand_dims(jnp.asarray(variance), (-2, -1))
 
 
 def _log_cosh(a: Array) -> Array:

@@ -8,6 +8,7 @@ else in the package uses those three and `num_inducing`.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 import dataclasses
+from typing import Any, final
 
 import jax
 from jax import Array
@@ -63,16 +64,10 @@ class AbstractInducing(ABC):
         return jax.tree.map(lambda leaf: jnp.take(leaf, index, axis=-2), self)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class InducingPoints(AbstractInducing):
-    """Function values at inducing inputs, u = f(Z).
+class AbstractPoints(AbstractInducing):
+    """Function values at inducing inputs, u = f(Z); a subclass says where Z comes from."""
 
-    Args:
-        Z: inducing inputs in the units of X, (M, D); leading axes are one set for each latent of a batch.
-    """
-
-    Z: Array
+    Z: Any
 
     @property
     def num_inducing(self) -> int:
@@ -96,15 +91,29 @@ class InducingPoints(AbstractInducing):
         return jnp.swapaxes(other.Kuf(kernel, self.Z), -1, -2)
 
 
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class InducingPoints(AbstractPoints):
+    """Function values at inducing inputs, u = f(Z).
+
+    Args:
+        Z: inducing inputs in the units of X, (M, D); leading axes are one set for each latent of a batch.
+    """
+
+    Z: Array
+
+
 @as_one_program
 def _with_diagonal(K: Array, variances: Array) -> Array:
     index = jnp.arange(K.shape[-1])
     return K.at[..., index, index].set(variances)
 
 
+@final
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class BoundedInducingPoints(AbstractInducing):
+class BoundedInducingPoints(AbstractPoints):
     """Function values at inducing inputs kept inside a box, Z = lower + (upper − lower) · sigmoid(logits).
 
     With `learn_inducing=True` any optimizer moves the logits freely and the inputs never leave the box: for inputs
@@ -139,8 +148,7 @@ class BoundedInducingPoints(AbstractInducing):
             msg = f"`lower` must be smaller than `upper` in each column, got {low} and {high}."
             raise ValueError(msg)
         if not isinstance(Z, Tracer) and (np.any(low > Z) or np.any(high < Z)):
-            outside = int(np.sum(np.any((np.asarray(Z) < low) | (np.asarray(Z) > high), axis=-1)))
-            msg = f"{outside} inducing inputs lie outside of the box from {low} to {high}. Clip them, or widen the box."
+            msg = f"Some inducing inputs lie outside of the box from {low} to {high}. Clip them, or widen the box."
             raise ValueError(msg)
         # A side itself is at an infinite logit, where nothing moves.
         unit = jnp.clip((Z - low) / (high - low), 1e-3, 1.0 - 1e-3)
@@ -152,26 +160,6 @@ class BoundedInducingPoints(AbstractInducing):
         dtype = self.logits.dtype
         low, high = jnp.asarray(self.lower, dtype), jnp.asarray(self.upper, dtype)
         return low + (high - low) * jax.nn.sigmoid(self.logits)
-
-    @property
-    def num_inducing(self) -> int:
-        return self.logits.shape[-2]
-
-    @property
-    def width(self) -> int:
-        return self.logits.shape[-1]
-
-    def Kuu(self, kernel: Callable) -> Array:
-        return InducingPoints(self.Z).Kuu(kernel)
-
-    def Kuu_diagonal(self, kernel: Callable) -> Array:
-        return kernel(self.Z)
-
-    def Kuf(self, kernel: Callable, X: Array) -> Array:
-        return kernel(self.Z, X)
-
-    def Kuv(self, kernel: Callable, other: AbstractInducing) -> Array:
-        return InducingPoints(self.Z).Kuv(kernel, other)
 
 
 def as_inducing(inducing: ArrayLike | AbstractInducing, argument: str = "inducing") -> AbstractInducing:
@@ -195,10 +183,7 @@ def as_points(Z: ArrayLike, argument: str = "inducing") -> Array:
     """Inducing inputs as an array of floats, (..., M, D); the errors are those of `as_inducing`."""
     Z = jnp.asarray(Z)
     if Z.ndim < 2 or Z.shape[-2] == 0:
-        msg = (
-            f"`{argument}` must have shape (M, D) with M ≥ 1, got {Z.shape}. "
-            "For inputs in one dimension use Z[:, None]."
-        )
+        msg = f"`{argument}` must have shape (M, D) with M ≥ 1, got {Z.shape}. For one column use Z[:, None]."
         raise ValueError(msg)
     if not jnp.issubdtype(Z.dtype, jnp.floating):
         Z = Z.astype(jnp.result_type(float))
@@ -212,10 +197,7 @@ def check_new_inputs(width: int, X_new: ArrayLike) -> None:
     """Raise if inputs to predict at have another number of columns than those of the GP."""
     shape = np.shape(X_new)
     if len(shape) > 1 and shape[-1] != width:
-        msg = (
-            f"`X_new` has shape {shape}, but this GP has inputs of {width} columns. Give the inputs of the GP "
-            "site itself, (N_new, D)."
-        )
+        msg = f"`X_new` has shape {shape}, but this GP has inputs of {width} columns. Pass (N_new, D)."
         raise ValueError(msg)
 
 

@@ -44,7 +44,7 @@ class Kernel(ABC):
         if inputs.shape[-1] != others.shape[-1]:
             msg = (
                 f"`X` and `Z` must have the same number of columns, got shapes {inputs.shape} and {others.shape}. "
-                "Pass inputs with the same D, or use Select(kernel, dims) for a kernel on some columns."
+                "Pass inputs with the same D."
             )
             raise ValueError(msg)
         return self._matrix(inputs, others)

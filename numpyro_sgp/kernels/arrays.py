@@ -41,8 +41,8 @@ def check_columns(name: str, value: ArrayLike, X: Array) -> None:
     shape, D = jnp.shape(value), X.shape[-1]
     if shape and shape[-1] not in (1, D):
         msg = (
-            f"`{name}` has shape {shape}, but its last axis must be 1 or D = {D}, the width of `X` of shape {X.shape}. "
-            f"Use a scalar or ({D},) for one kernel; C isotropic kernels need shape (C, 1), here {(*shape, 1)}."
+            f"`{name}` has shape {shape}, but its last axis must be 1 or D = {D}, the width of `X`. Use a scalar or "
+            f"({D},) for one kernel; C isotropic kernels need shape (C, 1), here {(*shape, 1)}."
         )
         raise ValueError(msg)
 

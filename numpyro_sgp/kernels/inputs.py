@@ -7,6 +7,7 @@ from typing import cast, final
 
 import jax
 from jax import Array
+import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgp._internal.pytrees import PytreeFunction
@@ -21,13 +22,11 @@ def map_rows(fn: Callable, X: Array) -> Array:
     for _ in X.shape[:-2]:
         at_rows = jax.vmap(at_rows)
     features = at_rows(X)
-    shape = getattr(features, "shape", None)
-    if shape is None or len(shape) < X.ndim or shape[-2] != X.shape[-2]:
-        got = f"a {type(features).__name__}" if shape is None else f"shape {shape}"
+    shape = jnp.shape(features)
+    if len(shape) < X.ndim or shape[-2] != X.shape[-2]:
         msg = (
-            f"`fn` must map inputs (N, D) to features (N, D'), but for inputs of shape {X.shape} it gave {got}. "
-            "Return one row for each row of the inputs: jax.vmap(fn) if `fn` takes one row, fn(X)[:, None] if it "
-            "returns one number a row."
+            f"`fn` must map inputs (N, D) to features (N, D'), but inputs of shape {X.shape} gave {shape}. "
+            "Use jax.vmap(fn) if `fn` takes one row, fn(X)[:, None] if it returns one number a row."
         )
         raise ValueError(msg)
     return features
@@ -113,11 +112,7 @@ class Select(Kernel):
             if any(isinstance(number, bool | np.bool_) for number in numbers):
                 msg = f"`dims` must be column numbers or a slice, got {dims!r}. For a mask use np.flatnonzero(mask)."
                 raise TypeError(msg)
-            try:
-                dims = tuple(operator.index(number) for number in numbers)
-            except TypeError as error:
-                msg = f"`dims` must be column numbers or a slice, got {dims!r}. Use Python integers, as in dims=(0, 2)."
-                raise TypeError(msg) from error
+            dims = tuple(operator.index(number) for number in numbers)
         object.__setattr__(self, "dims", dims)
 
     def _diagonal(self, X: Array) -> Array:
@@ -134,9 +129,6 @@ class Select(Kernel):
         else:
             columns = cast("tuple[int, ...]", dims)
         if not columns or any(not -D <= column < D for column in columns):
-            msg = (
-                f"`dims` must name at least one of the D = {D} columns of `X` of shape {X.shape}, got {dims}. "
-                f"Use numbers from 0 to {D - 1}, or from {-D} to -1 counted from the end."
-            )
+            msg = f"`dims` must name at least one of the D = {D} columns of `X`, got {dims}. Use 0 to {D - 1}."
             raise ValueError(msg)
         return X[..., np.asarray(columns)]

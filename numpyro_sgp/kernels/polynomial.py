@@ -62,10 +62,7 @@ class Polynomial(Kernel):
     def __post_init__(self) -> None:
         # The degree is static, so it is never a placeholder, and a wrong one is seen where it is written.
         if isinstance(self.degree, bool) or not isinstance(self.degree, int) or self.degree < 1:
-            msg = (
-                f"`degree` must be a positive Python integer, got {self.degree!r}. "
-                "Use Polynomial(degree=2) for quadratic functions, and Constant(variance) for degree 0."
-            )
+            msg = f"`degree` must be a positive Python integer, got {self.degree!r}. Use 2 for quadratic functions."
             raise ValueError(msg)
 
     def _diagonal(self, X: Array) -> Array:

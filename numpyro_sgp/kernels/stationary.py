@@ -5,7 +5,7 @@ from collections.abc import Callable
 import dataclasses
 from functools import partial
 import math
-from typing import final
+from typing import ClassVar, final
 
 import jax
 from jax import Array
@@ -89,10 +89,7 @@ class Stationary(Kernel):
 
 
 def _no_spectrum(kernel: Stationary, method: str) -> str:
-    return (
-        f"{type(kernel).__name__} has no `{method}`. Use `SquaredExponential` or a Matérn kernel, or give your class "
-        "that method of `numpyro_sgp.kernels.Stationary`."
-    )
+    return f"{type(kernel).__name__} has no `{method}`. Use `SquaredExponential` or a Matérn kernel."
 
 
 def _scaled_density(kernel: Stationary, omega: Array, density: Callable[[Array, int], Array]) -> Array:
@@ -105,22 +102,29 @@ def _scaled_density(kernel: Stationary, omega: Array, density: Callable[[Array, 
     return multiply(expand(scale, -1), density(jnp.sum(scaled * scaled, axis=-1), D))
 
 
-def _matern_frequencies(
-    rng_key: Array, degrees: int, num: int, D: int, batch_shape: tuple[int, ...], dtype: jax.typing.DTypeLike
-) -> Array:
-    # The spectral density of a Matérn kernel is a multivariate Student-t with 2ν degrees of freedom.
-    normal = jax.random.normal(rng_key, (*batch_shape, num, D + degrees), dtype)
-    chi2 = jnp.sum(jnp.square(normal[..., D:]), axis=-1, keepdims=True)
-    return normal[..., :D] * jnp.sqrt(degrees / chi2)
+class AbstractMatern(Stationary):
+    """Matérn kernels, whose spectral density is a multivariate Student-t with 2ν degrees of freedom."""
 
+    degrees: ClassVar[int]
+    profile: ClassVar[Callable[[Array], Array]]  # of q = 2ν r²
 
-def _matern_density(kernel: Stationary, omega: Array, degrees: float) -> Array:
-    def density(q: Array, D: int) -> Array:
-        nu = 0.5 * degrees
-        constant = (4.0 * math.pi) ** (0.5 * D) * math.gamma(nu + 0.5 * D) / math.gamma(nu) * degrees**nu
-        return constant * (degrees + q) ** (-nu - 0.5 * D)
+    def correlation(self, r2: Array) -> Array:
+        return _profile(type(self).profile, float(self.degrees), r2)
 
-    return _scaled_density(kernel, omega, density)
+    def frequencies(
+        self, rng_key: Array, num: int, D: int, batch_shape: tuple[int, ...], dtype: jax.typing.DTypeLike
+    ) -> Array:
+        normal = jax.random.normal(rng_key, (*batch_shape, num, D + self.degrees), dtype)
+        chi2 = jnp.sum(jnp.square(normal[..., D:]), axis=-1, keepdims=True)
+        return normal[..., :D] * jnp.sqrt(self.degrees / chi2)
+
+    def spectral_density(self, omega: Array) -> Array:
+        def density(q: Array, D: int) -> Array:
+            degrees, nu = float(self.degrees), 0.5 * self.degrees
+            constant = (4.0 * math.pi) ** (0.5 * D) * math.gamma(nu + 0.5 * D) / math.gamma(nu) * degrees**nu
+            return constant * (degrees + q) ** (-nu - 0.5 * D)
+
+        return _scaled_density(self, omega, density)
 
 
 @final
@@ -166,7 +170,7 @@ class SquaredExponential(Stationary):
 @final
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Matern12(Stationary):
+class Matern12(AbstractMatern):
     """k(x, z) = σ_f² exp(−r), r² = Σ_d (x_d − z_d)² / ℓ_d²: continuous functions without a derivative.
 
     The kernel has a kink at r = 0; its gradient there is defined as 0.
@@ -180,23 +184,14 @@ class Matern12(Stationary):
 
     lengthscale: ArrayLike
     variance: ArrayLike = 1.0
-
-    def correlation(self, r2: Array) -> Array:
-        return _profile(exponential, 1.0, r2)
-
-    def frequencies(
-        self, rng_key: Array, num: int, D: int, batch_shape: tuple[int, ...], dtype: jax.typing.DTypeLike
-    ) -> Array:
-        return _matern_frequencies(rng_key, 1, num, D, batch_shape, dtype)
-
-    def spectral_density(self, omega: Array) -> Array:
-        return _matern_density(self, omega, 1.0)
+    degrees = 1
+    profile = exponential
 
 
 @final
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Matern32(Stationary):
+class Matern32(AbstractMatern):
     """k(x, z) = σ_f² (1 + √3 r) exp(−√3 r), r² = Σ_d (x_d − z_d)² / ℓ_d²: once differentiable functions.
 
     Args:
@@ -208,23 +203,14 @@ class Matern32(Stationary):
 
     lengthscale: ArrayLike
     variance: ArrayLike = 1.0
-
-    def correlation(self, r2: Array) -> Array:
-        return _profile(exponential_linear, 3.0, r2)
-
-    def frequencies(
-        self, rng_key: Array, num: int, D: int, batch_shape: tuple[int, ...], dtype: jax.typing.DTypeLike
-    ) -> Array:
-        return _matern_frequencies(rng_key, 3, num, D, batch_shape, dtype)
-
-    def spectral_density(self, omega: Array) -> Array:
-        return _matern_density(self, omega, 3.0)
+    degrees = 3
+    profile = exponential_linear
 
 
 @final
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Matern52(Stationary):
+class Matern52(AbstractMatern):
     """k(x, z) = σ_f² (1 + √5 r + 5r²/3) exp(−√5 r), r² = Σ_d (x_d − z_d)² / ℓ_d²: twice differentiable functions.
 
     Args:
@@ -236,17 +222,8 @@ class Matern52(Stationary):
 
     lengthscale: ArrayLike
     variance: ArrayLike = 1.0
-
-    def correlation(self, r2: Array) -> Array:
-        return _profile(exponential_quadratic, 5.0, r2)
-
-    def frequencies(
-        self, rng_key: Array, num: int, D: int, batch_shape: tuple[int, ...], dtype: jax.typing.DTypeLike
-    ) -> Array:
-        return _matern_frequencies(rng_key, 5, num, D, batch_shape, dtype)
-
-    def spectral_density(self, omega: Array) -> Array:
-        return _matern_density(self, omega, 5.0)
+    degrees = 5
+    profile = exponential_quadratic
 
 
 @final

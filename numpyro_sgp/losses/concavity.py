@@ -61,13 +61,8 @@ def check_concave(site: str, kind: type, found: dict[str, Shape], declared: Coll
     needed = _CONCAVE.get(kind)
     if needed is not None and all(needed.get(name) is shape for name, shape in found.items()):
         return
-    depends = ", ".join(f"`{name}` ({shape.name.lower()})" for name, shape in sorted(found.items())) or "nothing seen"
-    known = ", ".join(sorted(known.__name__ for known in _CONCAVE))
     msg = (
-        f"The likelihood of {site!r} is {kind.__name__} with {depends} depending on f, and not known to be log-concave "
-        "in f. An estimate of f from sampled basis functions then gives no bound. Log-concave are, with a location or "
-        f"logits that are affine in f, or a rate that is the exponential of something affine: {known}. Write the "
-        f"likelihood so (`logits=` in the place of `probs=`), pass `log_concave=({site!r},)` to the guide if it is "
-        "log-concave all the same, or use `AutoSVGP` or `AutoWeightSpaceGP`."
+        f"The likelihood of {site!r} is {kind.__name__}, not known to be log-concave in f. An estimate of f "
+        f"needs that. Use `logits=` and affine locations, pass `log_concave=({site!r},)`, or use `AutoSVGP`."
     )
     raise ValueError(msg)

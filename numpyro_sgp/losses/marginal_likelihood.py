@@ -32,12 +32,9 @@ class _MarginalLikelihood(ELBO):
 
     parametrization: str | None = None
 
-    def __init__(self, num_particles: int) -> None:
+    def __init__(self, num_particles: int = 1) -> None:
         if num_particles != 1:
-            msg = (
-                f"`num_particles` must be 1, got {num_particles!r}: nothing is drawn here, and each particle would "
-                "keep a state of its own. Leave it out."
-            )
+            msg = f"`num_particles` must be 1, got {num_particles!r}: nothing is drawn here. Leave it out."
             raise ValueError(msg)
         super().__init__(num_particles=1)
 
@@ -50,15 +47,11 @@ class _MarginalLikelihood(ELBO):
             msg = f"`{name}` needs a sparse guide, such as `AutoWeightSpaceGP`, got {type(guide).__name__}."
             raise TypeError(msg)
 
-        def read(params: dict[str, Any]) -> Regression:
-            return read_regression(rng_key, params, model, guide, args, kwargs, name, self.parametrization)
-
-        loss, state = self._evaluate(read, param_map, guide)
+        data = read_regression(rng_key, param_map, model, guide, args, kwargs, name, self.parametrization)
+        loss, state = self._evaluate(data, guide)
         return {"loss": loss, "mutable_state": state or None}
 
-    def _evaluate(
-        self, read: Callable[[dict[str, Any]], Regression], params: dict[str, Any], guide: AbstractAutoSparseGP
-    ) -> tuple[Array, dict[str, Any]]:
+    def _evaluate(self, data: Regression, guide: AbstractAutoSparseGP) -> tuple[Array, dict[str, Any]]:
         raise NotImplementedError
 
 
@@ -68,7 +61,7 @@ class CompositionalMarginalLikelihood(_MarginalLikelihood):
     F = AAᵀ + σ²I is the matrix of all data, and F̃ ← (1 − b) F̃ + b F_batch after each step. The value is an unbiased
     estimate of `evidence_bound`, an upper bound of minus the log evidence, at the F̃ before the step, and its gradient
     is the direction of the paper. F̃ is mutable state: pass `{**result.params, **result.state.mutable_state}` where
-    parameters are asked for. A step whose loss, gradient or matrix is not finite leaves it as it is.
+    parameters are asked for. A step whose loss or matrix is not finite leaves it as it is.
 
     For the guide `AutoWeightSpaceGP(model, parametrization="averaged", base=AutoDelta)` with any optimizer, and a
     normal likelihood. `QuadratureELBO` with `NaturalGradient` does the same with exact steps for the weights, and takes
@@ -94,70 +87,29 @@ class CompositionalMarginalLikelihood(_MarginalLikelihood):
 
     def __init__(self, decay: float | Callable[[Array], Any] = 0.05, num_particles: int = 1) -> None:
         first = decay(jnp.asarray(1)) if callable(decay) else decay
-        try:
-            in_range = bool(0.0 < first <= 1.0)
-        except (TypeError, ValueError):
-            in_range = False
-        if not in_range:
+        if not 0.0 < first <= 1.0:
             msg = f"`decay` must lie in (0, 1], got {first!r}. 0.05 is a good start, or `lambda t: t ** -0.5`."
             raise ValueError(msg)
         self.decay = decay
         super().__init__(num_particles)
 
-    def _evaluate(
-        self, read: Callable[[dict[str, Any]], Regression], params: dict[str, Any], guide: AbstractAutoSparseGP
-    ) -> tuple[Array, dict[str, Any]]:
-        names: list[str] = []
-
-        def value(params: dict[str, Any]) -> tuple[Array, tuple[dict[str, Any], dict[str, Any]]]:
-            data = read(params)
-            names[:] = [f"{data.site}_{guide.prefix}_average"]
-            state, A, noise, scale = data.mutable_state[names[0]], data.A, data.noise, data.scale
-            F = jnp.broadcast_to(batch_matrix(A, noise, scale), state["F"].shape)
-            # Before the first average there is none: a multiple of the identity of the right size.
-            isotropic = jnp.mean(jnp.diagonal(F, axis1=-2, axis2=-1), axis=-1)[..., None, None] * jnp.eye(A.shape[-2])
-            average = jnp.where(state["step"] == 0, isotropic.astype(F.dtype), state["F"])
-            average = jax.lax.stop_gradient(average)
-            loss = evidence_bound(data.parameter(guide, "m"), average, A, data.residual, noise, scale)
-            b = jnp.asarray(self.decay(state["step"] + 1) if callable(self.decay) else self.decay, F.dtype)
-            new = {
-                "F": (1.0 - b) * average + b * F,
-                "noise": jnp.broadcast_to(noise, state["noise"].shape),
-                "step": state["step"] + 1,
-            }
-            return data.objective(loss), (new, data.mutable_state)
-
-        # The gradient is taken here, so that it is known before the state is decided on; what is returned has this
-        # value and this gradient.
-        leaves, structure = jax.tree.flatten(params)
-        moving = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
-
-        def of_moving(values: list[Array]) -> tuple[Array, tuple[dict[str, Any], dict[str, Any]]]:
-            rest = iter(values)
-            return value(structure.unflatten(next(rest) if m else x for x, m in zip(leaves, moving, strict=True)))
-
-        at = [leaf for leaf, m in zip(leaves, moving, strict=True) if m]
-        (loss, (new, mutable)), gradient = jax.value_and_grad(of_moving, has_aux=True)(jax.lax.stop_gradient(at))
-        finite = [jnp.isfinite(x).all() for x in (loss, *gradient, new["F"], new["noise"])]
-        accepted = jnp.stack(finite).all()
-        old = mutable[names[0]]
+    def _evaluate(self, data: Regression, guide: AbstractAutoSparseGP) -> tuple[Array, dict[str, Any]]:
+        name = f"{data.site}_{guide.prefix}_average"
+        old, A, noise, scale = data.mutable_state[name], data.A, data.noise, data.scale
+        F = jnp.broadcast_to(batch_matrix(A, noise, scale), old["F"].shape)
+        # Before the first average there is none: a multiple of the identity of the right size.
+        isotropic = jnp.mean(jnp.diagonal(F, axis1=-2, axis2=-1), axis=-1)[..., None, None] * jnp.eye(A.shape[-2])
+        average = jax.lax.stop_gradient(jnp.where(old["step"] == 0, isotropic.astype(F.dtype), old["F"]))
+        loss = data.objective(evidence_bound(data.parameter(guide, "m"), average, A, data.residual, noise, scale))
+        b = jnp.asarray(self.decay(old["step"] + 1) if callable(self.decay) else self.decay, F.dtype)
+        new = {
+            "F": (1.0 - b) * average + b * F,
+            "noise": jnp.broadcast_to(noise, old["noise"].shape),
+            "step": old["step"] + 1,
+        }
+        accepted = jnp.isfinite(loss) & jnp.isfinite(new["F"]).all() & jnp.isfinite(new["noise"]).all()
         kept = jax.tree.map(lambda new, old: jnp.where(accepted, new, old).astype(old.dtype), new, old)
-        return _with_gradient(loss, gradient, at), {**mutable, names[0]: jax.lax.stop_gradient(kept)}
-
-
-@jax.custom_jvp
-def _with_gradient(value: Array, gradient: list[Array], at: list[Array]) -> Array:
-    """A value whose gradient with respect to `at` is known."""
-    del gradient, at
-    return value
-
-
-@_with_gradient.defjvp
-def _with_gradient_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    value, gradient, _ = primals
-    pairs = zip(gradient, tangents[2], strict=True)
-    # Parameters of several precisions have gradients of as many.
-    return value, sum((jnp.sum(g * dx).astype(value.dtype) for g, dx in pairs), start=jnp.zeros_like(value))
+        return loss, {**data.mutable_state, name: jax.lax.stop_gradient(kept)}
 
 
 class MinimaxMarginalLikelihood(_MarginalLikelihood):
@@ -204,9 +156,8 @@ class MinimaxMarginalLikelihood(_MarginalLikelihood):
             raise ValueError(msg)
         if form == "printed":
             warnings.warn(
-                "The printed penalty has its minimum at that of the evidence only for μ ≥ |F| |F⁻¹|, which is the rank "
-                f"or more; here μ = {1.0 if penalty is None else penalty}. Below that it solves another problem. Use "
-                'form="whitened".',
+                "The printed penalty has its minimum at that of the evidence only for μ ≥ |F| |F⁻¹|, the rank or more. "
+                f'Here μ = {1.0 if penalty is None else penalty}. Use form="whitened".',
                 UserWarning,
                 stacklevel=2,
             )
@@ -214,18 +165,15 @@ class MinimaxMarginalLikelihood(_MarginalLikelihood):
         self.penalty = penalty
         super().__init__(num_particles)
 
-    def _evaluate(
-        self, read: Callable[[dict[str, Any]], Regression], params: dict[str, Any], guide: AbstractAutoSparseGP
-    ) -> tuple[Array, dict[str, Any]]:
-        data = read(params)
+    def _evaluate(self, data: Regression, guide: AbstractAutoSparseGP) -> tuple[Array, dict[str, Any]]:
         scale = cast(AdversarialWeights, guide.family(data.site)).root_scale
         A, R = data.A, scale * jnp.tril(data.parameter(guide, "R"))
         r = A.shape[-2]
         penalty = (1.2 * r**0.5 if self.form == "whitened" else 1.0) if self.penalty is None else self.penalty
         if self.form == "whitened" and penalty < r**0.5:
             warnings.warn(
-                f"μ = {penalty} is below the root of the rank, √{r} = {r**0.5:.3g}: the minimum is then not that of "
-                "the evidence. Leave `penalty` out for 1.2 √r.",
+                f"μ = {penalty} is below the root of the rank, √{r} = {r**0.5:.3g}, so the minimum is not that of the "
+                "evidence. Leave `penalty` out.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -254,13 +202,7 @@ class BatchMarginalLikelihood(_MarginalLikelihood):
         Gaussian processes".
     """
 
-    def __init__(self, num_particles: int = 1) -> None:
-        super().__init__(num_particles)
-
-    def _evaluate(
-        self, read: Callable[[dict[str, Any]], Regression], params: dict[str, Any], guide: AbstractAutoSparseGP
-    ) -> tuple[Array, dict[str, Any]]:
-        data = read(params)
+    def _evaluate(self, data: Regression, guide: AbstractAutoSparseGP) -> tuple[Array, dict[str, Any]]:
         prior = data.q.prior
         if guide.family(data.site).over_weights:
             evidence = log_evidence(data.A, data.residual, data.noise)

@@ -79,10 +79,7 @@ def read_regression(
     ((site, q),) = posteriors.items()
     family = guide.family(site)
     if parametrization is not None and getattr(family, "parametrization", None) != parametrization:
-        msg = (
-            f'`{loss}` needs the guide `AutoWeightSpaceGP(model, parametrization="{parametrization}")`, got {family} '
-            f"at {site!r}."
-        )
+        msg = f'`{loss}` needs the guide `AutoWeightSpaceGP(model, parametrization="{parametrization}")`, got {family}.'
         raise TypeError(msg)
     drawn = sorted(
         name
@@ -90,10 +87,7 @@ def read_regression(
         if found["type"] == "sample" and name != site and not isinstance(unwrap(found["fn"]), dist.Delta)
     )
     if drawn:
-        msg = (
-            f"`{loss}` is for point estimates of the hyperparameters, but the guide draws {drawn}. Pass "
-            "`base=AutoDelta`, or use `QuadratureELBO`."
-        )
+        msg = f"`{loss}` needs point estimates, but the guide draws {drawn}. Pass `base=AutoDelta`."
         raise ValueError(msg)
     mutable = {name: found["value"] for name, found in guide_trace.items() if found["type"] == "mutable"}
 
@@ -108,20 +102,23 @@ def read_regression(
     model_trace = run(mean)
     observed = [name for name, found in model_trace.items() if found["type"] == "sample" and found["is_observed"]]
     name, normal = _only_normal(model_trace, observed, loss)
-    _check_location(lambda f: cast(Any, unwrap(run(f)[name]["fn"])).loc, mean, name, loss)
+    program = jax.make_jaxpr(lambda f: cast(Any, unwrap(run(f)[name]["fn"])).loc)(mean).jaxpr
+    if len(program.outvars) != 1 or program.outvars[0] is not program.invars[0]:
+        msg = (
+            f"`{loss}` needs `Normal(f, noise)` with the values f of the GP site as they are, but the mean of {name!r} "
+            "is computed from them. Put scales and shifts into the kernel and the prior mean, or use `QuadratureELBO`."
+        )
+        raise ValueError(msg)
     noise = jnp.asarray(normal.scale, mean.dtype)
     if noise.ndim and noise.shape[-1] != 1:
-        msg = (
-            f"`{loss}` needs one noise scale for all rows, got scales of shape {noise.shape} at {name!r}. Use "
-            "`QuadratureELBO`, which takes one for each."
-        )
+        msg = f"`{loss}` needs one noise scale for all rows, got shape {noise.shape}. Use `QuadratureELBO`."
         raise ValueError(msg)
     residual = model_trace[name]["value"] - q.prior.prior_mean
     batch = jnp.broadcast_shapes(residual.shape[:-1], noise.shape[:-1] if noise.ndim else (), q.batch_shape)
     if batch != q.batch_shape:
         msg = (
-            f"`{loss}` needs one outcome at each row for each latent: the latents of {site!r} have batch shape "
-            f"{q.batch_shape}, the outcomes {name!r} {batch}. Use `QuadratureELBO`, which takes several."
+            f"`{loss}` needs one outcome at each row for each latent, got outcomes of batch shape {batch} for "
+            f"latents of {q.batch_shape}. Use `QuadratureELBO`."
         )
         raise ValueError(msg)
     # A scale of the whole model, as of a bound for each row, scales the process too; what is left is N/B.
@@ -148,18 +145,12 @@ def read_regression(
 
 def _only_normal(trace: Trace, observed: list[str], loss: str) -> tuple[str, Any]:
     if len(observed) != 1:
-        msg = (
-            f"`{loss}` needs one observed site, a normal likelihood, got {observed}. Pass the observations to the "
-            "model, and use `QuadratureELBO` where there are several."
-        )
+        msg = f"`{loss}` needs one observed site, got {observed}. Use `QuadratureELBO` where there are several."
         raise ValueError(msg)
     (name,) = observed
     normal = unwrap(trace[name]["fn"])
     if not isinstance(normal, dist.Normal):
-        msg = (
-            f"`{loss}` needs a normal likelihood, got {type(normal).__name__} at {name!r}. Use `QuadratureELBO` with "
-            "`NaturalGradient`, which takes any."
-        )
+        msg = f"`{loss}` needs a normal likelihood, got {type(normal).__name__} at {name!r}. Use `QuadratureELBO`."
         raise TypeError(msg)
     if _is_masked(trace[name]["fn"]):
         msg = f"`{loss}` does not take masked observations, as those of {name!r}. Leave them out of the data."
@@ -173,14 +164,3 @@ def _is_masked(fn: Any) -> bool:
             return True
         fn = fn.base_dist
     return False
-
-
-def _check_location(location: Callable[[Array], Array], f: Array, name: str, loss: str) -> None:
-    """Raise unless the mean of the likelihood is f itself: seen in the program, not in values."""
-    program = jax.make_jaxpr(location)(f).jaxpr
-    if len(program.outvars) != 1 or program.outvars[0] is not program.invars[0]:
-        msg = (
-            f"`{loss}` needs `Normal(f, noise)` with the values f of the GP site as they are, but the mean of {name!r} "
-            "is computed from them. Put scales and shifts into the kernel and the prior mean, or use `QuadratureELBO`."
-        )
-        raise ValueError(msg)

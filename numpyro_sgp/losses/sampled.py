@@ -23,10 +23,7 @@ def sampled_site(rule: Rule, free: Mapping[str, SparsePosterior]) -> str | None:
     names = list(free) if rule.axes is None else list(rule.axes)
     sampled = [name for name in names if free[name].moments.sampled is not None]
     if sampled and (len(names) > 1 or rule.axes is None):
-        msg = (
-            f"The terms {list(rule.terms)} depend on several GP latents, {names}, of which {sampled} are estimated "
-            "from sampled basis functions. `AutoQSGP` takes one latent for each observed site. Use another guide."
-        )
+        msg = f"`AutoQSGP` takes one latent for each observed site, but {list(rule.terms)} depend on {names}."
         raise ValueError(msg)
     return sampled[0] if sampled else None
 
@@ -35,10 +32,7 @@ def check_sampled(sites: Mapping[str, SparsePosterior], parents: frozenset[str])
     """Raise where other GPs depend on a site whose marginals are estimates."""
     nested = sorted(name for name in parents if sites[name].moments.sampled is not None)
     if nested:
-        msg = (
-            f"The GP site(s) {nested} are estimated from sampled basis functions, and other GPs depend on them. Use "
-            "another guide for a deep GP: `AutoSVGP`, or `AutoSparseGP` with a family for each site."
-        )
+        msg = f"The GP sites {nested} of `AutoQSGP` have other GPs that depend on them. Use `AutoSVGP` for a deep GP."
         raise ValueError(msg)
 
 
@@ -85,10 +79,7 @@ def integrate_sampled(
             kind = dependence(lambda f, term=term: unwrap(model_at({name: f})[term]["fn"]), mean)
             check_concave(term, *kind, sampled.log_concave)
         if sampled.controlled:
-            msg = (
-                f"The guide has a control variate, but the likelihood of {concave} is not Gaussian, where its "
-                "gradient would be biased. Leave `control` out."
-            )
+            msg = f"A control variate is biased where a likelihood is not Gaussian, as {concave}. Leave `control` out."
             raise ValueError(msg)
         nodes, weights = (jnp.asarray(x, mean.dtype) for x in gauss_hermite(num_nodes))
         whole = estimated(q.moments.mean, concave)

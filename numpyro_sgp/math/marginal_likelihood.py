@@ -136,15 +136,7 @@ def collapsed_bound(Kuu: Array, Kuf: Array, kff: Array, residual: Array, noise: 
         dKuf: b (w∘r)ᵀ − Σ⁻¹Kuf diag(w) + 2 Kuu⁻¹Kuf diag(t)
         dKuu: ½ (Kuu⁻¹ − Σ⁻¹ − b bᵀ) − Kuu⁻¹Kuf diag(t) Kfu Kuu⁻¹
 
-    which takes one product with all rows beside those of the value (two for "fitc").
-
-    Args:
-        Kuu: prior covariance of the inducing variables, with jitter, (..., M, M).
-        Kuf: (..., M, N).
-        kff: prior variances, (..., N).
-        residual: observations less the prior mean, (..., N).
-        noise: noise variances σ_n², (..., N).
-        bound: "titsias", "dtc" or "fitc".
+    which takes one product with all rows beside those of the value (two for "fitc"). See `collapsed` for the arguments.
     """
     return collapsed(Kuu, Kuf, kff, residual, noise, bound).value
 

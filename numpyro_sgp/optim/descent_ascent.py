@@ -68,9 +68,7 @@ class DescentAscent(AbstractRefusingOptimizer):
 
     def init(self, params: Params) -> tuple[Array, DescentAscentState]:
         """The state before the first step; raises where no parameter maximises."""
-        advice = (
-            'Use `AutoWeightSpaceGP(model, parametrization="adversarial")` as the guide, or a plain optax optimizer.'
-        )
+        advice = 'Use `AutoWeightSpaceGP(model, parametrization="adversarial")` as the guide.'
         adversaries = self._own(params, Adversary, "matrix to maximise over", advice)
         states = self.descent.init(of_type(params, Adversary)[1]), self.ascent.init(adversaries)
         return jnp.asarray(0), DescentAscentState(params, *states, jnp.zeros((), jnp.int32))

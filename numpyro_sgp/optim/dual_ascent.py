@@ -1,7 +1,7 @@
 """`DualAscent`: natural steps on the coefficients of a mean whose basis is the data."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax import Array
@@ -107,34 +107,28 @@ class DualAscent(AbstractRefusingOptimizer):
         hint = "`AutoDecoupledGP.dual_step_size` finds one."
         self.step_size = checked("step_size", step_size, lambda x: 0.0 < x <= 1.0, "lie in (0, 1]", hint)
         self.momentum = checked("momentum", momentum, lambda x: 0.0 <= x < 1.0, "lie in [0, 1)", "The default is 0.9.")
-        self.averaging = checked(
-            "averaging",
-            averaging,
-            lambda x: x is None or 0.0 < x <= 1.0,
-            "lie in (0, 1] or be None",
-            "The default is 0.01.",
-        )
-        self.others = None if others is None else transformation("others", others, "1e-3")
+        if averaging is not None:
+            checked(
+                "averaging", averaging, lambda x: 0.0 < x <= 1.0, "lie in (0, 1] or be None", "The default is 0.01."
+            )
+        self.averaging = averaging
+        self.others = None if others is None else transformation("others", others)
         self.refresh = positive("refresh", refresh, "The default is 1000.")
 
     def init(self, params: Params) -> tuple[Array, DualAscentState]:
         """The state before the first step; raises where no parameter is a set of coefficients of the data."""
         advice = "Use `AutoDecoupledGP` with the training inputs as `mean_inducing`."
         found = self._own(params, Coefficients, "coefficients of a mean", advice)
+        vectors = {}
         for name, value in found.items():
             if value.of_data is False:
                 msg = (
-                    f"`DualAscent` needs a mean basis that is the data: the basis of {name!r} lacks rows of the X that "
-                    "the guide was initialised with. Pass all training inputs as `mean_inducing`, in the same dtype "
-                    "and after the same scaling; for another basis train the coefficients with optax.adam."
+                    f"The mean basis of {name!r} lacks rows of the X that the guide was initialised with. Pass all "
+                    "training inputs as `mean_inducing`, in the same dtype and after the same scaling."
                 )
                 raise ValueError(msg)
-        vectors = {
-            name: _Vectors(
-                own_copy(value.values), jnp.zeros_like(value.values), own_copy(value.values), _projections(value, 2)
-            )
-            for name, value in found.items()
-        }
+            a = value.values
+            vectors[name] = _Vectors(own_copy(a), jnp.zeros_like(a), own_copy(a), _projections(value))
         others_state = None if self.others is None else self.others.init(_others(params))
         return jnp.asarray(0), DualAscentState(params, others_state, vectors, jnp.zeros((), jnp.int32))
 
@@ -146,10 +140,10 @@ class DualAscent(AbstractRefusingOptimizer):
     def _at(self, inner: DualAscentState, name: str) -> Coefficients:
         vectors = inner.vectors[name]
         values = vectors.ahead - self.momentum * vectors.velocity if self.averaging is None else vectors.average
-        return _with_values(inner.params[name], values)
+        return dataclasses.replace(inner.params[name], values=values)
 
     def _try(self, fn: LossFn, step: Array, state: DualAscentState) -> Trial:
-        params, others_state = state.params, state.others_state
+        params = state.params
         others = {} if self.others is None else _others(params)
         # The first step computes the projections, since parameters may come from anywhere; what a refused step has
         # computed is lost, so steps that were accepted count.
@@ -159,15 +153,12 @@ class DualAscent(AbstractRefusingOptimizer):
 
         def probed(name: str, zero: Response) -> ProbedCoefficients:
             vectors = state.vectors[name]
-            value = _with_values(params[name], vectors.ahead)
+            value = dataclasses.replace(params[name], values=vectors.ahead)
             tracked = jnp.stack([vectors.ahead, vectors.velocity])
             return ProbedCoefficients(value, zero, tracked, vectors.projected, refresh, rows_seen[name])
 
-        def given(some: Params) -> tuple[Array, Any]:
-            return fn({**params, **some})
-
-        zeros = {name: _zero(params[name], vectors) for name, vectors in state.vectors.items()}
-        (loss, aux), (responses, grads) = probe(given, probed, zeros, others)
+        zeros = {name: _zero(params[name]) for name in state.vectors}
+        (loss, aux), (responses, grads) = probe(lambda some: fn({**params, **some}), probed, zeros, others)
         rate = scheduled(self.step_size, step)
         vectors = {
             name: self._moved(done, rate, vectors, responses[name], _only(rows_seen[name], name))
@@ -175,7 +166,7 @@ class DualAscent(AbstractRefusingOptimizer):
         }
         changes = {"vectors": vectors}
         if self.others is not None:
-            moved, others_state = descend(self.others, grads, others, others_state, loss)
+            moved, others_state = descend(self.others, grads, others, state.others_state, loss)
             changes |= {"params": {**params, **moved}, "others_state": others_state}
         return Trial(loss, aux, changes, all_finite(changes["vectors"]))
 
@@ -198,13 +189,11 @@ class DualAscent(AbstractRefusingOptimizer):
             # A plain mean until there are enough steps.
             weight = jnp.maximum(1.0 / (done + 1), self.averaging).astype(dtype)
             average = vectors.average + weight * (values - vectors.average)
-        if response.projected is None:
+        gradient, seen, projected = response.gradient_projected, response.seen_projected, vectors.projected
+        if gradient is None or seen is None or projected is None:
             return _Vectors(ahead, velocity, average, None)
-        assert response.gradient_projected is not None
-        assert response.seen_projected is not None
-        assert vectors.projected is not None
-        projected_ahead, projected_velocity = jnp.where(inside, response.projected, vectors.projected)
-        direction = -share * response.gradient_projected - response.seen_projected
+        projected_ahead, projected_velocity = jnp.where(inside, cast(Array, response.projected), projected)
+        direction = -share * gradient - seen
         projected_velocity = momentum * projected_velocity + rate * direction
         projected_ahead = projected_ahead + rate * direction + momentum * projected_velocity
         return _Vectors(ahead, velocity, average, jnp.stack([projected_ahead, projected_velocity]))
@@ -215,19 +204,15 @@ def _others(params: Params) -> Params:
     return {name: value for name, value in params.items() if not isinstance(value, AbstractSites | Coefficients)}
 
 
-def _with_values(coefficients: Coefficients, values: Array) -> Coefficients:
-    return Coefficients(values, coefficients.residual, coefficients.num_projected, coefficients.of_data)
-
-
-def _projections(coefficients: Coefficients, num: int) -> Array | None:
+def _projections(coefficients: Coefficients) -> Array | None:
     if not coefficients.num_projected:
         return None
-    shape = (num, *coefficients.values.shape[:-1], coefficients.num_projected)
+    shape = (2, *coefficients.values.shape[:-1], coefficients.num_projected)
     return jnp.zeros(shape, coefficients.values.dtype)
 
 
-def _zero(coefficients: Coefficients, vectors: _Vectors) -> Response:
-    zeros, projected = jnp.zeros_like(vectors.ahead), _projections(coefficients, 2)
+def _zero(coefficients: Coefficients) -> Response:
+    zeros, projected = jnp.zeros_like(coefficients.values), _projections(coefficients)
     once = None if projected is None else projected[0]
     return Response(zeros, zeros, once, once, projected, jnp.zeros(zeros.shape[:-1], zeros.dtype))
 
@@ -235,9 +220,6 @@ def _zero(coefficients: Coefficients, vectors: _Vectors) -> Response:
 def _only(rows: list[int], name: str) -> int:
     found = set(rows)
     if len(found) != 1:
-        msg = (
-            f"The coefficients {name!r} met {sorted(found) or 'no'} rows of data in one evaluation of the loss. A GP "
-            "site is trained at one batch of inputs; give each set of inputs its own site."
-        )
+        msg = f"The coefficients {name!r} met several sets of inputs in one loss. Give each set a site of its own."
         raise ValueError(msg)
     return found.pop()

@@ -14,7 +14,7 @@ import optax
 from numpyro_sgp._internal.checks import positive
 from numpyro_sgp._internal.pytrees import own_copy
 from numpyro_sgp.inducing import Candidates, GrowingInducing, ProbedInducing, added
-from numpyro_sgp.optim.closure import AbstractClosureOptimizer, LossFn, Params, num_refused
+from numpyro_sgp.optim.closure import AbstractClosureOptimizer, LossFn, Params, checked, num_refused
 
 __all__ = ["GrowBasis", "GrowBasisState"]
 
@@ -70,18 +70,15 @@ class GrowBasis(AbstractClosureOptimizer):
         if not isinstance(optim, _NumPyroOptim):
             msg = f"`optim` must be an optimizer for `SVI`, got {type(optim).__name__}. For example optax.adam(1e-2)."
             raise TypeError(msg)
-        if isinstance(tolerance, bool) or not isinstance(tolerance, float | int) or not 0.0 < tolerance < 1.0:
-            msg = f"`tolerance` must lie in (0, 1), got {tolerance!r}. It is a share of the prior variance."
-            raise ValueError(msg)
+        hint = "It is a share of the prior variance."
+        checked("tolerance", tolerance, lambda share: 0.0 < share < 1.0, "lie in (0, 1)", hint)
         self.optim = optim
         self.num_new = positive("num_new", num_new, "The default is 8.")
         self.tolerance = float(tolerance)
 
     def init(self, params: Params) -> GrowBasisState:
         """The state before the first step; raises where no parameter is a growing basis."""
-        advice = (
-            "Give the guide `inducing=functools.partial(numpyro_sgp.growing, capacity=256)`, or leave out `GrowBasis`."
-        )
+        advice = "Give the guide `inducing=functools.partial(numpyro_sgp.growing, capacity=256)`."
         bases = self._own(params, GrowingInducing, "growing inducing inputs", advice)
         offsets = {name: own_copy(basis.offset) for name, basis in bases.items()}
         return GrowBasisState(self.optim.init({**params, **offsets}), bases)
@@ -121,16 +118,12 @@ def _moved(basis: GrowingInducing, offset: Array) -> GrowingInducing:
 
 def _say_when_full(name: str, before: GrowingInducing, after: GrowingInducing) -> None:
     capacity = after.num_inducing
+    msg = (
+        f"The growing basis {name!r} is full: training goes on with its {capacity} inducing inputs. If the bound still "
+        "gains by more of them, give it a larger `capacity`."
+    )
 
     def say() -> None:
-        def warn() -> None:
-            warnings.warn(
-                f"The growing basis {name!r} is full: all of its {capacity} inducing inputs are there, and training "
-                "goes on with these. If the bound still gains by more of them, give it a larger `capacity`.",
-                UserWarning,
-                stacklevel=2,
-            )
-
-        jax.debug.callback(warn)
+        jax.debug.callback(lambda: warnings.warn(msg, UserWarning, stacklevel=2))
 
     lax.cond((before.num_active < capacity) & (after.num_active == capacity), say, lambda: None)

@@ -1,6 +1,5 @@
 """`NaturalGradient`: natural steps for sites, any optax transformation for the rest, in one forward pass."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +28,7 @@ from numpyro_sgp.posteriors.natural_parameters import AbstractSites, JointSites,
 __all__ = ["NaturalGradient", "NaturalGradientState"]
 
 Sites = dict[str, AbstractSites]
+Carry = tuple[Sites, Params, Any, Array]  # sites, other parameters, their state, whether all losses were finite
 
 # Refused steps halve the length of the next one, down to this fraction, which is reached after 30 refusals in a row.
 _SMALLEST_DAMPING = 2.0**-30
@@ -81,8 +81,7 @@ class NaturalGradient(AbstractRefusingOptimizer):
             `AutoWeightSpaceGP`).
 
     Raises:
-        ValueError: `step_size` outside (0, 1], a negative number of steps, or none at all; a `floor` that is no
-            finite number.
+        ValueError: `step_size` outside (0, 1], a negative number of steps, or none at all.
         TypeError: `others` is not an optax transformation.
 
     References:
@@ -106,36 +105,26 @@ class NaturalGradient(AbstractRefusingOptimizer):
     ) -> None:
         hint = "1 is a full step; minibatches want 0.1 or less."
         self.step_size = checked("step_size", step_size, lambda rho: 0.0 < rho <= 1.0, "lie in (0, 1]", hint)
-        for name, value in (("e_steps", e_steps), ("m_steps", m_steps)):
-            at_least(0, name, value, "The default is 1.")
+        self.e_steps = at_least(0, "e_steps", e_steps, "The default is 1.")
+        self.m_steps = at_least(0, "m_steps", m_steps, "The default is 1.")
         if e_steps + m_steps == 0:
             msg = "`e_steps` and `m_steps` are both 0, so that an update would do nothing. The default is 1 of each."
             raise ValueError(msg)
         self.others = transformation("others", optax.adam(1e-2) if others is None else others)
-        self.e_steps = int(e_steps)
-        self.m_steps = int(m_steps)
         self.in_turn = in_turn
-        if floor is not None:
-            checked("floor", floor, lambda least: -math.inf < least < math.inf, "be a finite number or None", "Use 0.")
         self.floor = floor
 
     def init(self, params: Params) -> tuple[Array, NaturalGradientState]:
         """The state before the first step; raises where no parameter is a site, or one of them needs a floor."""
-        advice = (
-            "Use `AutoTSVGP`, `AutoSVGP(natural=True)`, or `AutoWeightSpaceGP` with parametrization "
-            '"natural" or "mean" as the guide, or give SVI a plain optax optimizer.'
-        )
+        advice = "Use `AutoTSVGP` or `AutoSVGP(natural=True)` as the guide, or give SVI a plain optax optimizer."
         sites = self._own(params, AbstractSites, "sites", advice)
         others = of_type(params, AbstractSites)[1]
-        if self.floor is None or self.floor < 0.0:
-            for name, value in sites.items():
-                if value.needs_floor:
-                    msg = (
-                        f"The posterior of the sites {name!r} is made of the sums of several steps, for which "
-                        f"`NaturalGradient` needs a `floor` of 0 or more, got {self.floor}. Leave `floor` out, or "
-                        "`refresh` of the guide."
-                    )
-                    raise ValueError(msg)
+        if (self.floor is None or self.floor < 0.0) and any(value.needs_floor for value in sites.values()):
+            msg = (
+                f"A posterior made of the sums of several steps needs a `floor` of 0 or more, got {self.floor}. Leave "
+                "`floor` out, or `refresh` of the guide."
+            )
+            raise ValueError(msg)
         others_state = self.others.init(others)
         dtype = next(iter(sites.values())).lambda1.dtype
         state = NaturalGradientState(
@@ -194,57 +183,42 @@ class NaturalGradient(AbstractRefusingOptimizer):
     ) -> tuple[Array, Any, Array, Params, Any]:
         """Natural steps, then steps of the others; the loss is that of the first evaluation."""
 
-        def e_step(sites: Sites) -> tuple[Array, Any, Sites, Array]:
-            outputs, finite = [], jnp.asarray(True)
+        def e_step(carry: Carry) -> tuple[tuple[Array, Any], Carry]:
+            sites, others, others_state, finite = carry
+            outputs = []
             for group in [[name] for name in sites] if self.in_turn else [list(sites)]:
                 moving = {name: sites[name] for name in group}
-                resting = _unperturbed({name: value for name, value in sites.items() if name not in group})
-
-                def given(params: Params, resting: Params = resting) -> tuple[Array, Any]:
-                    return fn({**others, **params, **resting})
-
-                (loss, aux), direction, _ = self._differentiate(given, moving, {})
+                given = {**others, **_unperturbed({name: sites[name] for name in sites if name not in group})}
+                output, direction, _ = self._differentiate(lambda params, given=given: fn({**given, **params}), moving)
                 sites = {**sites, **_moved(moving, direction, rate, damping)}
-                outputs.append((loss, aux))
-                finite &= jnp.isfinite(loss)
-            return *outputs[0], sites, finite
+                outputs.append(output)
+                finite &= jnp.isfinite(output[0])
+            return outputs[0], (sites, others, others_state, finite)
 
-        def m_step(others: Params, others_state: Any) -> tuple[Array, Any, Params, Any]:
-            def loss_fn(others: Params) -> tuple[Array, Any]:
-                return fn({**others, **_unperturbed(sites)})
+        def m_step(carry: Carry) -> tuple[tuple[Array, Any], Carry]:
+            sites, others, others_state, finite = carry
+            given = _unperturbed(sites)
+            output, grads = jax.value_and_grad(lambda others: fn({**others, **given}), has_aux=True)(others)
+            others, others_state = descend(self.others, grads, others, others_state, output[0], damping)
+            return output, (sites, others, others_state, finite & jnp.isfinite(output[0]))
 
-            (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(others)
-            return loss, aux, *descend(self.others, grads, others, others_state, loss, damping)
-
-        def more_e(_: int, carry: tuple[Sites, Array]) -> tuple[Sites, Array]:
-            *_outputs, moved, finite = e_step(carry[0])
-            return moved, carry[1] & finite
-
-        def more_m(_: int, carry: tuple[Params, Any, Array]) -> tuple[Params, Any, Array]:
-            loss, _, moved, moved_state = m_step(carry[0], carry[1])
-            return moved, moved_state, carry[2] & jnp.isfinite(loss)
-
-        outputs, finite = [], jnp.asarray(True)
-        if self.e_steps:
-            loss, aux, sites, finite = e_step(sites)
-            outputs.append((loss, aux))
-        if self.e_steps > 1:
-            sites, finite = lax.fori_loop(1, self.e_steps, more_e, (sites, finite))
-        if self.m_steps:
-            *output, others, others_state = m_step(others, others_state)
-            outputs.append(output)
-            finite &= jnp.isfinite(output[0])
-        if self.m_steps > 1:
-            others, others_state, finite = lax.fori_loop(1, self.m_steps, more_m, (others, others_state, finite))
-        loss, aux = outputs[0]
-        return loss, aux, finite & jnp.isfinite(loss), {**others, **sites}, others_state
+        first, carry = None, (sites, others, others_state, jnp.asarray(True))
+        for number, step in ((self.e_steps, e_step), (self.m_steps, m_step)):
+            if number:
+                output, carry = step(carry)
+                first = first or output
+            if number > 1:
+                carry = lax.fori_loop(1, number, lambda _, carry, step=step: step(carry)[1], carry)
+        assert first is not None
+        sites, others, others_state, finite = carry
+        return *first, finite, {**others, **sites}, others_state
 
     def _differentiate(
-        self, fn: LossFn, sites: Sites, others: Params
+        self, fn: LossFn, sites: Sites, others: Params | None = None
     ) -> tuple[tuple[Array, Any], dict[str, Perturbation], Params]:
         """Loss, auxiliary output, natural direction and gradient of the other parameters, from one forward pass."""
         zeros = {name: value.perturbation(for_step=True, floor=self.floor) for name, value in sites.items()}
-        output, (found, grads) = probe(fn, lambda name, zero: Perturbed(sites[name], zero), zeros, others)
+        output, (found, grads) = probe(fn, lambda name, zero: Perturbed(sites[name], zero), zeros, others or {})
         return output, {name: d.of_unit_scale(sites[name]) for name, d in found.items()}, grads
 
 

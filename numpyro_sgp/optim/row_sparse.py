@@ -111,9 +111,8 @@ class RowSparse(AbstractRefusingOptimizer):
         refresh: int = 10_000,
         seed: int = 0,
     ) -> None:
-        needed = "be positive, or a schedule of positive numbers"
-        self.step_size = checked("step_size", step_size, lambda rate: rate > 0.0, needed, "The default is 0.1.")
-        self.others = transformation("others", optax.adam(1e-3) if others is None else others, "1e-3")
+        self.step_size = checked("step_size", step_size, lambda rate: rate > 0.0, "be positive", "The default is 0.1.")
+        self.others = transformation("others", optax.adam(1e-3) if others is None else others)
         self.refresh = positive("refresh", refresh, "The default is 10000.")
         self.seed = seed
 
@@ -168,8 +167,9 @@ class RowSparse(AbstractRefusingOptimizer):
             # A select on the rows; one on the tables would read and write all of them.
             value = jnp.where(accepted, one.moved, one.rows)
             change = jnp.where(accepted, one.square, 0.0)
-            moved = dataclasses.replace(table, values=_placed(table.values, one.index, value))
-            sums[name] = state.sums[name].at[one.index].add(change, mode="promise_in_bounds", unique_indices=True)
+            options = {"mode": "promise_in_bounds", "unique_indices": True}
+            moved = dataclasses.replace(table, values=table.values.at[one.index].set(value, **options))
+            sums[name] = state.sums[name].at[one.index].add(change, **options)
             followed = _followed(table, state.tracked[name], one.index, one.rows, value)
             tables[name], tracked[name] = self._refreshed(moved, followed, one.numbers, due)
         return super()._keep(trial, accepted, state)._replace(tables=tables, sums=sums, tracked=tracked)
@@ -213,10 +213,6 @@ class _Mark:
         self.entries.append(entry)
 
 
-def _placed(values: Array, index: Array, rows: Array) -> Array:
-    return values.at[index].set(rows, mode="promise_in_bounds", unique_indices=True)
-
-
 def _tracked_at_start(table: WeightTable) -> tuple[Array, Array] | None:
     if table.control is None:
         return None
@@ -245,8 +241,7 @@ def _check_integrated(integrated: dict[str, list[bool]]) -> None:
     missing = sorted(name for name, marks in integrated.items() if not marks)
     if missing:
         msg = (
-            f"The loss took the estimates made from sampled rows of {missing} for the posterior itself, or did not use "
-            "them: what it gives is no bound. Give SVI the loss `numpyro_sgp.QuadratureELBO()`, and the guide "
-            "`AutoQSGP` with this optimizer."
+            f"The loss took the estimates from sampled rows of {missing} for the posterior itself, so it is no bound. "
+            "Use `RowSparse` with the loss `numpyro_sgp.QuadratureELBO()`."
         )
         raise ValueError(msg)

@@ -30,18 +30,12 @@ __all__ = [
     "chevron_variance",
     "control_variate",
     "inclusion",
-    "independent_covariance_loss",
-    "independent_mean_loss",
     "jackknife",
     "linear_and_square",
     "mean_divergence",
     "nystrom_residual",
     "optimal_diagonal",
-    "optimal_precision",
-    "prior_loss",
-    "product_of_sums",
     "quadratic_form",
-    "total",
 ]
 
 
@@ -59,47 +53,24 @@ class Inclusion(NamedTuple):
     same: float
 
 
-def inclusion(size: int, number: int, *, replace: bool = False) -> Inclusion:
-    """The factors of a uniform sample of M out of m weights.
+def inclusion(size: int, number: int) -> Inclusion:
+    """The factors of a uniform sample of M out of m weights without replacement.
 
-    Without replacement pair = m(m − 1) / M(M − 1) and same = m/M − pair; with replacement pair = m² / M(M − 1) and
-    same = −pair, so that no position is paired with itself.
+    single = m/M, pair = m(m − 1) / M(M − 1) and same = m/M − pair. So Σ_k x_k over all weights is single Σ_s x, and
+    (Σ_k x_k)(Σ_k y_k) is pair Σ_s x Σ_s y + same Σ_s xy, without bias.
 
     Args:
         size: m.
-        number: M.
-        replace: whether a weight can be in the sample more than once.
-
-    Raises:
-        ValueError: one weight out of several, which has no pairs; more than there are, without replacement.
+        number: M, at least 2 unless m is 1.
 
     References:
-        In the place of the independent index sets of Evans and Nair (2020), theorems 1 and 2.
+        In place of the independent index sets of Evans and Nair (2020), theorems 1 and 2.
     """
-    if number < 1 or (number > size and not replace):
-        msg = f"A sample must have from 1 to m = {size} weights, got {number}. Sample fewer, or with replacement."
-        raise ValueError(msg)
-    if number == size and not replace:
+    if number == size:
         return Inclusion(1.0, 1.0, 0.0)
-    if number == 1:
-        msg = f"A sample of one weight out of {size} has no pairs, of which the estimates consist. Sample two or more."
-        raise ValueError(msg)
     single = size / number
-    if replace:
-        pair = size * size / (number * (number - 1))
-        return Inclusion(single, pair, -pair)
     pair = size * (size - 1) / (number * (number - 1))
     return Inclusion(single, pair, single - pair)
-
-
-def total(terms: Array, sample: Inclusion) -> Array:
-    """Σ_k x_k over all weights, (...), from the terms of the sampled ones, (..., M)."""
-    return sample.single * jnp.sum(terms, axis=-1)
-
-
-def product_of_sums(x: Array, y: Array, sample: Inclusion) -> Array:
-    """(Σ_k x_k)(Σ_k y_k) over all weights, (...), from the terms of the sampled ones, (..., M)."""
-    return sample.pair * jnp.sum(x, axis=-1) * jnp.sum(y, axis=-1) + sample.same * jnp.sum(x * y, axis=-1)
 
 
 def quadratic_form(x: Array, S: Array, sample: Inclusion) -> Array:
@@ -111,9 +82,6 @@ def quadratic_form(x: Array, S: Array, sample: Inclusion) -> Array:
         sample: the factors.
     """
     return sample.pair * jnp.sum(x * matvec(S, x), axis=-1) + sample.same * jnp.sum(diagonal(S) * x * x, axis=-1)
-
-
-# The mean and its square.
 
 
 class Residual(NamedTuple):
@@ -163,17 +131,13 @@ def linear_and_square(
         Evans and Nair (2020), theorem 1, by a U-statistic of one set of indices.
     """
     now = w + change
-
-    def sums(Phi: Array, w: Array) -> Array:
-        return matmul(Phi, w)
-
     if residual is None:
-        r = sums(Phi, now)
-        return sample.single * r, sample.pair * r * r + sample.same * sums(Phi * Phi, now * now)
+        r = matmul(Phi, now)
+        return sample.single * r, sample.pair * r * r + sample.same * matmul(Phi * Phi, now * now)
     R, G = Phi - residual.features, residual.features
-    r, g = sums(R, now), sums(G, change)
-    square = sample.pair * r * r + sample.same * sums(R * R, now * now)
-    cross = sample.pair * r * g + sample.same * sums(R * G, now * change)
+    r, g = matmul(R, now), matmul(G, change)
+    square = sample.pair * r * r + sample.same * matmul(R * R, now * now)
+    cross = sample.pair * r * g + sample.same * matmul(R * G, now * change)
     moved = sample.single * (r + g)
     known = residual.known
     return known + moved, known * known + 2.0 * known * moved + square + 2.0 * cross
@@ -228,9 +192,6 @@ class Sampled:
     integrated: Any = dataclasses.field(metadata={"static": True})
 
 
-# The covariance.
-
-
 def chevron_variance(squares: Array, Phi: Array, d: Array, sample: Inclusion) -> Array:
     """Var f = Σ_j (φᵀu_j)² + Σ_k d_k²φ_k², (N,): exact over the dense columns, a plain sum over the others.
 
@@ -259,8 +220,8 @@ def mean_divergence(mean: Array, precision: Array | None, sample: Inclusion) -> 
     """
     if precision is not None and precision.ndim == 2:
         return 0.5 * quadratic_form(mean, precision, sample)
-    squares = mean * mean
-    return 0.5 * total(squares if precision is None else precision * squares, sample)
+    squares = mean * mean if precision is None else precision * mean * mean
+    return 0.5 * sample.single * jnp.sum(squares)
 
 
 def chevron_divergence(U: Array, d: Array, log_diagonal: Array, precision: Array | None, sample: Inclusion) -> Array:
@@ -283,11 +244,10 @@ def chevron_divergence(U: Array, d: Array, log_diagonal: Array, precision: Array
     if precision is not None and precision.ndim == 2:
         S = diagonal(precision)
         columns = jnp.sum(quadratic_form(jnp.swapaxes(U, -1, -2), precision, sample))
-        return 0.5 * columns + total(0.5 * S * d * d - log_diagonal - 0.5, sample)
+        return 0.5 * columns + sample.single * jnp.sum(0.5 * S * d * d - log_diagonal - 0.5)
+    S = jnp.ones_like(d) if precision is None else precision
     squares = jnp.sum(U * U, axis=-1) + d * d
-    if precision is None:
-        return total(0.5 * squares - log_diagonal - 0.5, sample)
-    return total(0.5 * precision * squares - log_diagonal - 0.5 * jnp.log(precision) - 0.5, sample)
+    return sample.single * jnp.sum(0.5 * S * squares - log_diagonal - 0.5 * jnp.log(S) - 0.5)
 
 
 def optimal_diagonal(sum_of_squares: Array, precision: Array, noise: Array) -> Array:
@@ -302,19 +262,6 @@ def optimal_diagonal(sum_of_squares: Array, precision: Array, noise: Array) -> A
         Evans and Nair (2020), proposition 1; for the weights below the dense columns.
     """
     return jnp.sqrt(noise / (sum_of_squares + noise * precision))
-
-
-def optimal_precision(mean: Array, variance: Array) -> Array:
-    """The prior precisions s_k = 1 / (μ_k² + Σ_kk) that maximise the bound given q, (M,).
-
-    Args:
-        mean: μ_k, (M,).
-        variance: Σ_kk, (M,).
-
-    References:
-        Evans and Nair (2020), appendix I.3; the stationary point of its bound.
-    """
-    return 1.0 / (mean * mean + variance)
 
 
 def augmented_variance(variance: Array, prior_variance: Array, sum_of_squares: Array, noise: Array) -> Array:
@@ -332,9 +279,6 @@ def augmented_variance(variance: Array, prior_variance: Array, sum_of_squares: A
         Evans and Nair (2020), proposition 4; corrects V[y], which is the variance of f and lacks σ².
     """
     return variance + noise * prior_variance**2 / (sum_of_squares + noise * prior_variance)
-
-
-# Likelihoods that are not Gaussian.
 
 
 def bounding_scale(variance: Array, scale: Array) -> Array:
@@ -366,83 +310,3 @@ def jackknife(whole: Array, first: Array, second: Array, share: float) -> Array:
         share: M/m.
     """
     return whole + (1.0 - share) * (whole - 0.5 * (first + second))
-
-
-# The paper's estimators.
-
-
-def independent_mean_loss(
-    y: Array, Phi_i: Array, Phi_j: Array, mean_i: Array, mean_j: Array, S_ji: Array, noise: Array, n: int, m: int
-) -> Array:
-    """(−2yᵀΦμ + |Φμ|²)/σ² + μᵀSμ from independent sets i and j of weights and a set of rows.
-
-    Args:
-        y: outputs of the rows, (B,).
-        Phi_i: features of the rows at i, (B, M).
-        Phi_j: the same at j, (B, M').
-        mean_i: μ at i, (M,).
-        mean_j: μ at j, (M',).
-        S_ji: block of the prior precision, (M', M).
-        noise: σ², in units of y².
-        n: number of data.
-        m: number of weights.
-
-    References:
-        Evans and Nair (2020), theorem 1; unbiased only if i, j and the rows are drawn independently.
-    """
-    rows, left, right = n / len(y), m / len(mean_j), m / len(mean_i)
-    f_i, f_j = right * matvec(Phi_i, mean_i), left * matvec(Phi_j, mean_j)
-    prior = left * right * jnp.sum(mean_j * matvec(S_ji, mean_i))
-    return rows * (jnp.sum(f_i * f_j) - 2.0 * jnp.sum(y * f_i)) / noise + prior
-
-
-def independent_covariance_loss(
-    Phi_i: Array,
-    Phi_j: Array,
-    C_ir: Array,
-    C_jr: Array,
-    log_diagonal: Array,
-    S_ji: Array,
-    noise: Array,
-    n: int,
-    m: int,
-) -> Array:
-    """|ΦC|²/σ² + tr(S CCᵀ) − 2 Σ_r log C_rr from independent sets i, j and r of weights and a set of rows.
-
-    Args:
-        Phi_i: features of the rows at i, (B, M).
-        Phi_j: the same at j, (B, M').
-        C_ir: rows i and columns r of C, (M, R).
-        C_jr: rows j and columns r of C, (M', R).
-        log_diagonal: log C_rr, (R,).
-        S_ji: block of the prior precision, (M', M).
-        noise: σ², in units of y².
-        n: number of data.
-        m: number of weights.
-
-    References:
-        Evans and Nair (2020), theorem 2; corrects the logarithm, which belongs inside the sum over r. Unbiased only if
-        i, j, r and the rows are drawn independently.
-    """
-    rows, left, right = n / Phi_i.shape[0], m / C_jr.shape[0], m / C_ir.shape[0]
-    data = rows * jnp.sum(matmul(Phi_i, C_ir) * matmul(Phi_j, C_jr), axis=0) / noise
-    prior = jnp.sum(C_jr * matmul(S_ji, C_ir), axis=0)
-    return m / len(log_diagonal) * jnp.sum(left * right * (data + prior) - 2.0 * log_diagonal)
-
-
-def prior_loss(y: Array, precision: Array, noise: Array, n: int, m: int, sample: Inclusion) -> Array:
-    """−log|S| − m + n log 2πσ² + yᵀy/σ² with a diagonal S: what empirical Bayes adds to the two losses.
-
-    Args:
-        y: outputs of some rows, (B,).
-        precision: diagonal of S at the sampled weights, (M,).
-        noise: σ², in units of y².
-        n: number of data.
-        m: number of weights.
-        sample: the factors.
-
-    References:
-        Evans and Nair (2020), proposition 2.
-    """
-    squares = n / len(y) * jnp.sum(y * y) / noise
-    return squares - total(jnp.log(precision), sample) - m + n * jnp.log(2.0 * jnp.pi * noise)

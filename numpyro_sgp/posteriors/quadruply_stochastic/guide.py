@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from jax import Array, lax
 from jax.core import Tracer
@@ -12,12 +12,17 @@ import numpy as np
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
-from numpyro_sgp.inducing import InducingPoints
+from numpyro_sgp.inducing import InducingPoints, check_new_inputs
 from numpyro_sgp.math.linalg import default_jitter
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, Inducing, check_names, for_site
 from numpyro_sgp.posteriors.functions import priors
 from numpyro_sgp.posteriors.process import ProcessPosterior
-from numpyro_sgp.posteriors.quadruply_stochastic.family import ControlForm, Covariance, QuadruplyStochastic
+from numpyro_sgp.posteriors.quadruply_stochastic.family import (
+    ControlForm,
+    Covariance,
+    QuadruplyStochastic,
+    WithChevronCovariance,
+)
 from numpyro_sgp.posteriors.quadruply_stochastic.formulas import augmented_variance, optimal_diagonal
 from numpyro_sgp.posteriors.quadruply_stochastic.table_sums import interpolated, streamed, sums_of_squares
 from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import WeightTable, limit_of
@@ -100,12 +105,11 @@ class AutoQSGP(AbstractAutoSparseGP):
         prefix: str = "auto",
     ) -> None:
         self.inducing = inducing
-        first = next(iter(inducing.values()), None) if isinstance(inducing, Mapping) else inducing
         self._family = QuadruplyStochastic(
             basis_batch,
             dense_columns,
             covariance,
-            first,
+            cast(Any, inducing),
             control,
             control_form,
             relevance,
@@ -115,6 +119,8 @@ class AutoQSGP(AbstractAutoSparseGP):
         super().__init__(model, base=base, prefix=prefix)
 
     def family(self, site: str) -> AbstractPosteriorFamily:
+        if isinstance(self._family, WithChevronCovariance):
+            return self._family
         return dataclasses.replace(self._family, inducing=for_site(self.inducing, site, "inducing"))
 
     def check_sites(self, sites: set[str]) -> None:
@@ -136,7 +142,7 @@ class AutoQSGP(AbstractAutoSparseGP):
         References:
             Evans and Nair (2020), appendix I.3.
         """
-        table = self._relevance_table(params, site)
+        table = self._table(params, site, relevance=True)
         values = np.asarray(table.values)
         precision = np.exp(values[:, -1])
         index = np.flatnonzero(precision < threshold)
@@ -145,15 +151,9 @@ class AutoQSGP(AbstractAutoSparseGP):
     def pruned(self, params: Mapping[str, Any], site: str = "f", *, threshold: float = 1e4) -> dict[str, Any]:
         """Parameters with the weights of all but the relevant vectors at zero, and their variances with them.
 
-        Args:
-            params: fitted parameters, of a guide with `relevance=True`.
-            site: the GP site.
-            threshold: of the prior precisions, in units of 1/w².
-
-        Raises:
-            ValueError: the site has no precisions for each weight.
+        Arguments and errors are those of `relevant_vectors`.
         """
-        table = self._relevance_table(params, site)
+        table = self._table(params, site, relevance=True)
         kept = table.values[:, -1] < np.log(threshold)
         k = table.dense_columns or 0
         zeros = jnp.where(kept[:, None], table.values[:, : 1 + k], 0.0)
@@ -177,19 +177,13 @@ class AutoQSGP(AbstractAutoSparseGP):
             ValueError: a chevron covariance; a posterior with another form than u = L v, q(v) = N(m, RᵀR) at inducing
                 inputs.
         """
-        table = self._table_of(params, site)
-        if self._family.covariance != "inducing":
-            msg = (
-                "`with_posterior` was called with a chevron covariance, which has no inducing variables. Use "
-                '`with_mean`, or leave `covariance="inducing"`.'
-            )
+        table = self._table(params, site)
+        if table.dense_columns is not None:
+            msg = "`with_posterior` needs a covariance of inducing variables. For a chevron covariance use `with_mean`."
             raise ValueError(msg)
         R, plain = process.R, process.W_sqrt is None and process.mean_basis is None and not process.batch_shape
         if R is None or not plain or not isinstance(process.inducing, InducingPoints):
-            msg = (
-                "`process` is no posterior of one latent's values at inducing inputs alone, with a mean and a "
-                "covariance of their own. Pass what `process_posterior` gives for an `AutoSVGP`."
-            )
+            msg = "`process` must be the posterior of one latent at inducing inputs, as that of an `AutoSVGP`."
             raise ValueError(msg)
         name = f"{site}_{self.prefix}"
         # RᵀR by its lower root, without squaring R; signs of columns do not matter.
@@ -217,22 +211,19 @@ class AutoQSGP(AbstractAutoSparseGP):
             kwargs: keyword arguments of the model.
 
         Raises:
-            ValueError: no chevron covariance at the site; values of another length than the inputs; inputs so many and
-                so close that no weights can be found in their precision.
+            ValueError: no chevron covariance at the site; inputs so many and so close that no weights can be found in
+                their precision.
         """
-        table = self._weights_table(params, site)
+        table = self._table(params, site, chevron=True)
         kernel, X, prior_mean = priors(self, rng_key, params, *args, **kwargs)[site]
         values = jnp.asarray(values, X.dtype)
-        if values.shape != X.shape[:1]:
-            msg = f"`values` must have shape {X.shape[:1]}, one for each input of the GP site, got {values.shape}."
-            raise ValueError(msg)
         jitter = max(default_jitter(X.dtype), len(X) * float(jnp.finfo(X.dtype).eps))
         whiten = not self._family.relevance
         weights = interpolated(kernel, X, table, values - prior_mean, jnp.asarray(jitter, X.dtype), whiten)
         if not isinstance(weights, Tracer) and np.isnan(weights).any():
             msg = (
-                f"No weights were found that give the {len(X)} values: in {X.dtype} the covariance of features at "
-                "these inputs is singular, or a value is no number. Pass fewer inputs, or inputs in double precision."
+                f"No weights give the {len(X)} values: in {X.dtype} the covariance at these inputs is singular. Pass "
+                "fewer inputs, or inputs in double precision."
             )
             raise ValueError(msg)
         return self._with_values(params, site, table, table.values.at[:, 0].set(weights))
@@ -264,11 +255,12 @@ class AutoQSGP(AbstractAutoSparseGP):
         References:
             Evans and Nair (2020), proposition 1.
         """
-        table = self._weights_table(params, site)
+        table = self._table(params, site, chevron=True)
         kernel, X, _ = priors(self, rng_key, params, *args, **kwargs)[site]
-        squares = sums_of_squares(kernel, X, table, not self._family.relevance)
+        relevance = self._family.relevance
+        squares = sums_of_squares(kernel, X, table, not relevance)
         k, values = table.dense_columns or 0, table.values
-        precision = jnp.exp(values[:, 2 + k]) if self._family.relevance else jnp.ones(table.size, values.dtype)
+        precision = jnp.exp(values[:, 2 + k]) if relevance else jnp.ones(table.size, values.dtype)
         log_diagonal = jnp.log(optimal_diagonal(squares, precision, jnp.asarray(noise_scale, values.dtype) ** 2))
         log_diagonal = jnp.where(jnp.arange(table.size) < k, values[:, 1 + k], log_diagonal)
         return self._with_values(params, site, table, values.at[:, 1 + k].set(log_diagonal))
@@ -303,44 +295,28 @@ class AutoQSGP(AbstractAutoSparseGP):
         References:
             Evans and Nair (2020), proposition 4 and appendix G; corrects V[y], which lacks σ².
         """
-        table = self._weights_table(params, site)
+        table = self._table(params, site, chevron=True)
         kernel, X, _ = priors(self, rng_key, params, *args, **kwargs)[site]
+        check_new_inputs(X.shape[-1], X_new)
         X_new = jnp.asarray(X_new, X.dtype)
-        if X_new.ndim != 2 or X_new.shape[-1] != X.shape[-1]:
-            msg = f"`X_new` has shape {X_new.shape}, but this GP has inputs of {X.shape[-1]} columns. Pass (N_new, D)."
-            raise ValueError(msg)
         f, variance, _ = streamed(kernel, X_new, table, not self._family.relevance)
         variance = jnp.sum(f[:, 1:] ** 2, axis=-1) + variance
         limit = limit_of(kernel)
         squares = lax.map(lambda x: jnp.sum(limit(x[None], X) ** 2), X_new)
         return augmented_variance(variance, limit(X_new), squares, jnp.asarray(noise_scale, X.dtype) ** 2)
 
-    def _table_of(self, params: Mapping[str, Any], site: str) -> WeightTable:
+    def _table(
+        self, params: Mapping[str, Any], site: str, *, chevron: bool = False, relevance: bool = False
+    ) -> WeightTable:
         table = params.get(f"{site}_{self.prefix}_basis")
         if not isinstance(table, WeightTable):
             msg = f"`params` has no weights for a GP site {site!r}. Pass parameters of this guide and one of its sites."
             raise ValueError(msg)  # noqa: TRY004 - the right type, of another guide
-        return table
-
-    def _weights_table(self, params: Mapping[str, Any], site: str) -> WeightTable:
-        table = params.get(f"{site}_{self.prefix}_basis")
-        if not isinstance(table, WeightTable) or table.dense_columns is None:
-            msg = (
-                f"The GP site {site!r} has no covariance of the weights. Pass fitted parameters of a guide with "
-                '`AutoQSGP(model, covariance="chevron")`, and the name of its site.'
-            )
+        if (chevron and table.dense_columns is None) or (relevance and not self._family.relevance):
+            options = 'covariance="chevron"' + ", relevance=True" * relevance
+            msg = f"This needs a covariance of the weights. Use a guide `AutoQSGP(model, {options})`."
             raise ValueError(msg)
         return table
 
     def _with_values(self, params: Mapping[str, Any], site: str, table: WeightTable, values: Array) -> dict[str, Any]:
         return {**params, f"{site}_{self.prefix}_basis": dataclasses.replace(table, values=values)}
-
-    def _relevance_table(self, params: Mapping[str, Any], site: str) -> WeightTable:
-        table = params.get(f"{site}_{self.prefix}_basis")
-        if not isinstance(table, WeightTable) or not self._family.relevance:
-            msg = (
-                f"The GP site {site!r} has no prior precision for each weight. Pass fitted parameters of a guide with "
-                '`AutoQSGP(model, relevance=True, covariance="chevron")`, and the name of its site.'
-            )
-            raise ValueError(msg)
-        return table

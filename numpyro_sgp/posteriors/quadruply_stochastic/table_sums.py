@@ -36,7 +36,6 @@ def streamed(kernel: Any, X: Array, table: WeightTable, whiten: bool) -> tuple[A
         precision = None if weights.log_precision is None else jnp.exp(weights.log_precision)
         kl = kl + mean_divergence(weights.mean, precision, every)
         if weights.d is not None:
-            assert weights.log_diagonal is not None
             variance = variance + matvec(Phi * Phi, weights.d**2)
             kl = kl + chevron_divergence(weights.U, weights.d, weights.log_diagonal, precision, every)
         return (f, variance, kl), None
@@ -57,7 +56,6 @@ def streamed_draw(kernel: Any, X: Array, table: WeightTable, rng_key: Array, whi
     def add(sum_: Array, block: tuple[Array, tuple[Array, Array]]) -> tuple[Array, None]:
         number, (index, there) = block
         weights = table.weights(table.at(index), index)
-        assert weights.d is not None
         own = jax.random.normal(jax.random.fold_in(key_blocks, number), index.shape, dtype)
         w = weights.mean + matvec(weights.U, columns) + weights.d * own
         return sum_ + matvec(features_at(kernel, X, index, whiten), jnp.where(there, w, 0.0)), None
@@ -152,7 +150,6 @@ def _chevron_matrix(kernel: Any, X: Array, Z: Array, table: WeightTable, whiten:
     def add(sums: tuple[Array, Array, Array], block: tuple[Array, Array]) -> tuple[tuple[Array, Array, Array], None]:
         index, there = block
         weights = table.weights(table.at(index), index)
-        assert weights.d is not None
         left, right = (jnp.where(there, features_at(kernel, at, index, whiten), 0.0) for at in (X, Z))
         scaled = left * (weights.d**2)
         K = sums[0] + matmul(scaled, jnp.swapaxes(right, -1, -2))

@@ -50,14 +50,14 @@ class Weights(NamedTuple):
 
     Attributes:
         linear: μ and the columns U beside each other, (M, 1 + k).
-        d: the diagonal below the dense columns, zero in the first k rows, (M,).
-        log_diagonal: log C_kk, (M,).
+        d: the diagonal below the dense columns, zero in the first k rows, (M,), or None.
+        log_diagonal: log C_kk, (M,), or None.
         log_precision: log s_k of a relevance vector machine, (M,), or None.
     """
 
     linear: Array
-    d: Array | None
-    log_diagonal: Array | None
+    d: Any
+    log_diagonal: Any
     log_precision: Array | None
 
     @property
