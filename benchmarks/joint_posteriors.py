@@ -144,6 +144,15 @@ def gaussian_noise(y):
         numpyro.sample("y", dist.Normal(a + f, scale), obs=y)
 
 
+def many_groups(y):
+    mean, scale = numpyro.sample("mean", dist.Normal(0.0, 1.0)), numpyro.sample("scale", dist.LogNormal(-1.0, 0.5))
+    with numpyro.plate("groups", 30):
+        b = numpyro.sample("b", dist.Normal(mean, scale))
+    f = gp("f", Matern52(1.5, 1.5))
+    with numpyro.plate("data", N):
+        numpyro.sample("y", dist.Poisson(jnp.exp(f + b[SMALL_GROUP])), obs=y)
+
+
 def logistic(eta):
     return 1.0 / (1.0 + np.exp(-eta))
 
@@ -161,6 +170,8 @@ OUTCOMES = {
     coregionalisation: RNG.poisson(np.exp(MIXING @ np.stack([TREND, np.cos(X[:, 0])]) + 0.3)),
     gaussian_noise: 1.0 + TREND + 0.3 * RNG.normal(size=N),
 }
+SMALL_GROUP, OF_SMALL_GROUP = RNG.integers(0, 30, N), RNG.normal(size=30)
+OUTCOMES[many_groups] = RNG.poisson(np.exp(TREND + 0.5 * OF_SMALL_GROUP[SMALL_GROUP] + 0.5))
 INDUCING = {
     additive_processes: {"f": Z, "g": np.linspace(-2.5, 2.5, 20)[:, None]},
     heteroskedastic: {"f": Z, "g": Z},
@@ -183,7 +194,7 @@ class Whitened(Reparam):
 def by_nuts(model, y, num_samples):
     # Long chains of the dense model, non-centred so that they mix.
     config = {"f": Whitened(), "g": Whitened()}
-    config |= {"b": LocScaleReparam(0)} if model in (crossed_random_effects, nested_effects) else {}
+    config |= {"b": LocScaleReparam(0)} if model in (crossed_random_effects, nested_effects, many_groups) else {}
     kernel = NUTS(reparam(model, config=config), target_accept_prob=0.9, init_strategy=init_to_median)
     options = {"num_warmup": num_samples, "num_samples": num_samples, "num_chains": 4}
     mcmc = MCMC(kernel, **options, chain_method="sequential", progress_bar=False)
@@ -350,10 +361,15 @@ if __name__ == "__main__":
     models, draws = ({}, {}) if arguments.costs else quality(**settings, names=chosen)
     if arguments.figure:
         figure(draws, arguments.figure)
+    if models:
+        if arguments.models and arguments.output:  # added to those that are there
+            kept = json.loads((arguments.output / "joint_posteriors.json").read_text("utf-8"))
+            models = {**kept["models"], **models}
+        report("joint_posteriors", {"settings": settings, "models": models}, arguments.output)
+        if arguments.models:
+            raise SystemExit
     sizes = [(M, P, False) for M in (128, 512) for P in (3, 30, 300)]
     sizes += [(M, P, True) for M in (128, 512) for P in (30, 300, 3000)]
     sizes = [(16, 3, False), (16, 20, True)] if reduced else sizes
     times = costs(sizes, 2 if reduced else 20)
-    if not arguments.costs:
-        report("joint_posteriors", {"settings": settings, "models": models}, arguments.output)
     report("joint_steps", {"costs": times}, arguments.output)

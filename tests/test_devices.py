@@ -118,6 +118,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_another_number_of_devices(eight):
 # Two processes
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("guide_name", ["whitened", "tied"])
 def test_fit_in_two_processes_is_that_in_one_also_from_a_checkpoint(two_processes, eight, guide_name):

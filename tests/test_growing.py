@@ -420,7 +420,7 @@ def test_numbers_out_of_range_raise(make, error, message):
         ),
         (
             lambda model, beta: sgp.AutoDecoupledGP(model, GAMMA, beta),
-            "the covariance of `parametrization='orthogonal'`",
+            'the covariance of `parametrization="orthogonal"`',
         ),
     ],
     ids=["unwhitened", "tied", "per_datum", "full", "orthogonal"],

@@ -263,6 +263,7 @@ def effects_written(centred):
     return model
 
 
+@pytest.mark.thorough
 def test_effects_times_their_scale_have_the_posterior_of_centred_ones():
     ends = []
     for centred in (True, False):

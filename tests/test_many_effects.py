@@ -90,7 +90,7 @@ def exact():
     return mean, prior - prior @ J.T @ np.linalg.solve(C, J @ prior), evidence
 
 
-@pytest.mark.parametrize("form", ["tied", "natural"])
+@pytest.mark.parametrize("form", ["tied", pytest.param("natural", marks=pytest.mark.thorough)])
 def test_one_full_step_reaches_the_exact_posterior_of_all_effects(form):
     guide = FORMS[form](gaussian, X)
     _, result = fitted(gaussian, guide, 2, 1.0)
@@ -114,7 +114,7 @@ def test_one_full_step_reaches_the_exact_posterior_of_all_effects(form):
 @pytest.mark.parametrize(
     ("model", "form"),
     [
-        (poisson, "tied"),
+        pytest.param(poisson, "tied", marks=pytest.mark.thorough),
         pytest.param(poisson, "natural", marks=pytest.mark.thorough),
         (poisson, "trained"),
         (two_predictors, "tied"),
@@ -174,7 +174,7 @@ def test_importance_ratios_are_the_evidence_where_the_posterior_is_exact():
     np.testing.assert_allclose(np.asarray(stats["lp"]) - np.asarray(stats["log_q"]), evidence, atol=5e-3)
 
 
-@pytest.mark.parametrize("form", ["tied", "natural"])
+@pytest.mark.parametrize("form", ["tied", pytest.param("natural", marks=pytest.mark.thorough)])
 def test_a_gp_given_the_effects_is_that_of_outcomes_without_them(form):
     guide = FORMS[form](gaussian, X)
     _, result = fitted(gaussian, guide, 2, 1.0)
@@ -187,6 +187,7 @@ def test_a_gp_given_the_effects_is_that_of_outcomes_without_them(form):
     np.testing.assert_allclose(given.variance, np.diag(K - K @ gain), atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_thousands_of_effects_are_joint():
     rng = np.random.default_rng(2)
     size, groups = 6000, 2000

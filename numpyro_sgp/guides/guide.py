@@ -135,6 +135,12 @@ class AbstractAutoSparseGP(AutoGuide):
         predicting = numpyro.get_mask() is False
         try:
             trace, _ = self._run_model(*self._prepared(predicting, args, kwargs), predicting, args, kwargs)
+        except jax.errors.UnexpectedTracerError as error:
+            error.add_note(
+                "A kernel is a function: it cannot hold a network that changes when it is called, as one with batch "
+                "normalisation or dropout does. Use layer normalisation."
+            )
+            raise
         except TypeError as error:
             if "'NoneType' and 'int'" in str(error):
                 error.add_note(
