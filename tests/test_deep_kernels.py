@@ -118,6 +118,7 @@ def test_a_network_in_a_kernel_is_trained_on_small_batches_and_predicts(name):
         assert np.ptp(np.asarray(f), axis=0).min() > 1e-2
 
 
+@pytest.mark.thorough
 def test_names_of_networks_go_into_arviz_with_dots():
     pytest.importorskip("arviz")
     model = regression(nnx_with_priors())

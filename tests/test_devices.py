@@ -128,6 +128,7 @@ def test_fit_in_two_processes_is_that_in_one_also_from_a_checkpoint(two_processe
         assert_same_run(two_processes / f"{guide_name}_{process}.npz", eight / f"fit_{guide_name}_one.npz")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_callbacks_of_each_process_evaluate_on_their_own(two_processes):
     first, second = (report(two_processes, f"report_{process}") for process in range(2))
@@ -137,6 +138,7 @@ def test_callbacks_of_each_process_evaluate_on_their_own(two_processes):
     assert first["held out"] == second["held out"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_first_process_decides_what_to_start_from_and_when_to_stop(two_processes, eight):
     with np.load(eight / "fit_whitened_one.npz") as one:
@@ -145,6 +147,7 @@ def test_the_first_process_decides_what_to_start_from_and_when_to_stop(two_proce
                 assert_allclose(stopped["losses"], one["losses"][:6], rtol=1e-10)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_processes_that_call_fit_differently_are_told_what_differs(two_processes):
     for process in range(2):

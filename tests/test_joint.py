@@ -144,7 +144,8 @@ def test_effects_beside_a_gp_have_the_bound_of_the_gp_with_the_summed_kernel(for
     np.testing.assert_allclose(result.losses[-1], exact.losses[-1], rtol=0.0, atol=1e-5)
 
 
-@each_form
+@pytest.mark.thorough
+@pytest.mark.parametrize("form", FORMS)
 def test_quadrature_is_what_draws_of_all_members_estimate(form):
     guide = FORMS[form](everything, Z)
     params = arbitrary(everything, guide)
@@ -192,6 +193,7 @@ def test_the_direction_of_a_step_is_the_gradient_with_respect_to_expectation_par
     np.testing.assert_allclose(by_precision / scale, symmetric / scale, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_factorised_posterior_is_too_narrow_and_its_bound_lower():
     both = [fitted(poisson, sgp.AutoTSVGP(poisson, Z, joint=joint), 200, 0.5) for joint in ("auto", False)]
     joint, factorised = (np.mean(result.losses[-50:]) for _, result in both)

@@ -530,6 +530,7 @@ def test_transforms_of_counts_are_randomised_to_be_uniform():
     assert np.all(c.coverage >= c.levels - 4 * c.standard_error)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.once
 @pytest.mark.parametrize("likelihood", representative(["normal", "poisson", "bernoulli"], ["normal", "poisson"]))

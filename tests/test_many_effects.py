@@ -116,7 +116,7 @@ def test_one_full_step_reaches_the_exact_posterior_of_all_effects(form):
     [
         pytest.param(poisson, "tied", marks=pytest.mark.thorough),
         pytest.param(poisson, "natural", marks=pytest.mark.thorough),
-        (poisson, "trained"),
+        pytest.param(poisson, "trained", marks=pytest.mark.thorough),
         (two_predictors, "tied"),
         pytest.param(two_predictors, "natural", marks=pytest.mark.thorough),
     ],

@@ -67,6 +67,7 @@ def test_gradients_are_finite_where_the_residual_vanishes():
     assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(gradients))
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_stock_autoguide_finds_the_posterior_of_the_dtc_model():

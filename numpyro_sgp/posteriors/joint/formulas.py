@@ -134,7 +134,8 @@ class JointGaussian:
                 k, variance = rest.loaded(k, variance, loading)
             q = tied(lambda1, Lambda2, self.K, k, variance, self.Kuv)
             moments, h = q.moments, jax.lax.stop_gradient(q).projections()
-            if isinstance(self.value, Perturbed) and self.value.zero.transported is not None:
+            perturbed = [each for each in (self.value, self.effects) if isinstance(each, Perturbed)]
+            if any(each.zero.transported is not None for each in perturbed):
                 moved = jax.lax.stop_gradient(q).projected_sites()
         else:
             A = whiten(self.K, k)[1]
