@@ -6,7 +6,10 @@ import pytest
 from scripts import ROOT, run
 
 # Scripts with a file for each part of what they measure.
-SEVERAL = {"finite_rank_tables": {"finite_rank_tables_linear_2", "finite_rank_tables_gaussian_2"}}
+SEVERAL = {
+    "finite_rank_tables": {"finite_rank_tables_linear_2", "finite_rank_tables_gaussian_2"},
+    "joint_posteriors": {"joint_posteriors", "joint_steps"},
+}
 
 
 @pytest.mark.slow
