@@ -439,7 +439,7 @@ def check_batches(data, guide, params, model, args):
     """All rows in order; within a batch the covariance is exact, between batches it is that of u."""
     q = guide.posterior(jax.random.key(0), params, *args)["f"]
     f = values(data, "posterior", "f")
-    T = np.asarray(q.moments.posterior_root)
+    T = np.asarray(q.moments.covariance.T)
     batch = np.arange(N) // BATCH
     # The last batch is filled up with rows of the one before, which keep the values they had.
     within = batch[:, None] == batch[None, :]

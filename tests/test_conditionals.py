@@ -70,7 +70,7 @@ def test_marginals_and_divergence_are_those_of_the_dense_gaussian(function, argu
     assert_allclose(q.mean, mean, rtol=1e-8, atol=1e-9)
     assert_allclose(q.variance, np.diag(covariance), rtol=1e-8, atol=1e-9)
     assert_allclose(q.kl, oracles.gaussian_kl(*q_u, KUU), rtol=1e-8)
-    roots = KFF - q.prior_root.T @ q.prior_root + q.posterior_root.T @ q.posterior_root
+    roots = KFF - q.covariance.A.T @ q.covariance.A + q.covariance.T.T @ q.covariance.T
     assert_allclose(roots, covariance, rtol=1e-7, atol=1e-8)
 
 
@@ -128,7 +128,7 @@ def test_the_dense_posterior_is_that_of_gaussian_sites_at_every_datum():
     covariance = KFF - Ks.T @ np.linalg.solve(C, Ks)
     assert_allclose(q.mean, mean, rtol=1e-9)
     assert_allclose(q.variance, np.diag(covariance), rtol=1e-8)
-    assert_allclose(KFF - q.prior_root.T @ q.prior_root, covariance, rtol=1e-7, atol=1e-9)
+    assert_allclose(KFF - q.covariance.A.T @ q.covariance.A, covariance, rtol=1e-7, atol=1e-9)
     S = K - K @ np.linalg.solve(C, K)
     noise = 1e-10 * np.eye(9)  # K alone is nearly singular in NumPy's inverse
     assert_allclose(q.kl, oracles.gaussian_kl(S @ SITE1, S + noise, K + noise), rtol=1e-4)

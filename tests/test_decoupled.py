@@ -112,9 +112,9 @@ def test_marginals_and_divergence_are_those_of_the_dense_gaussian_over_both_base
     assert_allclose(q.mean, mean, rtol=1e-8, atol=1e-9)
     assert_allclose(q.variance, np.diag(covariance), rtol=1e-8)
     assert_allclose(q.kl, oracles.gaussian_kl(*q_h, DENSE.Khh), rtol=1e-8)
-    roots = oracles.se(X, X, LENGTHSCALE, VARIANCE) - q.prior_root.T @ q.prior_root
-    if q.posterior_root is not None:
-        roots = roots + q.posterior_root.T @ q.posterior_root
+    roots = oracles.se(X, X, LENGTHSCALE, VARIANCE) - q.covariance.A.T @ q.covariance.A
+    if q.covariance.T is not None:
+        roots = roots + q.covariance.T.T @ q.covariance.T
     assert_allclose(roots, covariance, rtol=1e-8, atol=1e-9)
 
 

@@ -86,7 +86,7 @@ def dense_sites(lambda1, Lambda2, K, Kxf, kff):
 
 
 def of_roots(q):
-    A, T = q.prior_root, q.posterior_root
+    A, T = q.covariance.A, q.covariance.T
     change = jnp.swapaxes(T, -1, -2) @ T - jnp.swapaxes(A, -1, -2) @ A
     return q.mean, q.variance, q.kl, change
 
@@ -97,7 +97,7 @@ def ours_natural(*arguments):
 
 def ours_dense(lambda1, Lambda2, K, Kxf, kff):
     q = dual_formulas.dual_dense(lambda1, Lambda2, symmetric(K), Kxf, kff)
-    return q.mean, q.variance, q.kl, -jnp.swapaxes(q.prior_root, -1, -2) @ q.prior_root
+    return q.mean, q.variance, q.kl, -jnp.swapaxes(q.covariance.A, -1, -2) @ q.covariance.A
 
 
 def ours_weights(*arguments):

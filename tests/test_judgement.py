@@ -280,10 +280,10 @@ def test_each_latent_of_a_datum_has_its_own_cavity(model, noise):
     means, variances = [], []
     for q in svi.guide.posterior(jax.random.key(0), result.params, X).values():
         m = np.reshape(q.mean, (-1, N))
-        s = np.broadcast_to(np.sum(np.square(q.moments.posterior_root), axis=-2), q.mean.shape).reshape(-1, N)
+        s = np.broadcast_to(np.sum(np.square(q.moments.covariance.T), axis=-2), q.mean.shape).reshape(-1, N)
         cavity = 1.0 / (1.0 / s - 1.0 / noise**2)
         means.append((m, cavity))
-        variances.append(1.0 - np.sum(np.square(q.moments.prior_root), axis=-2) + cavity)
+        variances.append(1.0 - np.sum(np.square(q.moments.covariance.A), axis=-2) + cavity)
     gradient = (y - sum(m.sum(0) for m, _ in means)) / noise**2  # of the log density, the same for all latents
     mean = sum((m - cavity * gradient).sum(0) for m, cavity in means)
     variance = noise**2 + sum(v.sum(0) for v in variances)

@@ -36,8 +36,9 @@ LAYERS = [
     # What knows NumPyro.
     "distributions",
     "optim",
-    "posteriors/gaussian",
+    "posteriors/parameters",
     "posteriors/process",
+    "posteriors/gaussian",
     "posteriors/family",
     "posteriors/functions",
     "guides",

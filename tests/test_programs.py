@@ -1,7 +1,6 @@
 """What is compiled: how many programs before the first step, and how often a step factorises which matrices."""
 
 from collections import Counter
-from collections.abc import Iterator
 import dataclasses
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from numpyro import handlers
 import numpyro.distributions as dist
 from numpyro.infer import SVI
 import optax
+from programs import equations
 import pytest
 from scripts import run
 
@@ -33,16 +33,6 @@ def digits(X, y=None, num_data=100):
         f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.Matern52(lengthscale), X))
     with numpyro.plate("data", num_data, subsample_size=X.shape[0]):
         numpyro.sample("y", dist.Categorical(logits=f.T), obs=y)
-
-
-def equations(jaxpr) -> Iterator:
-    for equation in jaxpr.eqns:
-        yield equation
-        for parameter in equation.params.values():
-            for value in parameter if isinstance(parameter, tuple | list) else (parameter,):
-                inner = getattr(value, "jaxpr", value)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
 
 
 GUIDES = {

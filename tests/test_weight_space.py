@@ -183,7 +183,7 @@ def test_moments_are_those_of_the_dense_gaussian_over_the_weights():
         assert_allclose(q.mean, Phi @ m, rtol=1e-10)
         assert_allclose(q.variance, np.diag(Phi @ V @ Phi.T), rtol=1e-10)
         assert_allclose(q.kl, oracles.gaussian_kl(m, V, np.diag(1 / s)), rtol=1e-10)
-        covariance = Phi @ (Phi / s).T - q.prior_root.T @ q.prior_root + q.posterior_root.T @ q.posterior_root
+        covariance = Phi @ (Phi / s).T - q.covariance.A.T @ q.covariance.A + q.covariance.T.T @ q.covariance.T
         assert_allclose(covariance, Phi @ V @ Phi.T, rtol=1e-9, atol=1e-10)
 
 

@@ -16,13 +16,11 @@ from numpyro_sgp._internal.checks import at_least, positive
 from numpyro_sgp._internal.pytrees import split_arrays
 from numpyro_sgp._internal.signatures import with_num_data
 from numpyro_sgp.diagnostics.inference_data import arviz_module
-from numpyro_sgp.diagnostics.outputs import fitted_values, log_ratio, log_ratio_dense, num_rows
+from numpyro_sgp.diagnostics.outputs import fitted_values, log_ratio_dense, num_rows
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import Trace
 from numpyro_sgp.distributions.wrappers import log_prob_of, unwrap
 from numpyro_sgp.losses.quadrature_elbo import Particle, QuadratureELBO
-from numpyro_sgp.math.linalg import matvec_transposed
-from numpyro_sgp.posteriors.moments import moments
 from numpyro_sgp.posteriors.process import process_of
 
 __all__ = ["LEAST_DRAWS", "log_importance_ratios", "pareto_smoothed", "psis_khat", "subsampled"]
@@ -178,15 +176,15 @@ class _Ratios:
         if q.joint_run is not None:
             return q.joint_run.given(site, q)
         process = process_of(self.guide, self.values, site, q)
-        A, T = q.moments.prior_root, q.moments.posterior_root
-        if T is None:  # the values at X are u
+        covariance = q.moments.covariance
+        assert covariance is not None
+        if covariance.num_noise is None:  # the values at X are u
             f = q.sample(rng_key) - q.prior.prior_mean
             ratio = log_ratio_dense(self.values[f"{site}_{self.guide.prefix}_sites"], q, f + q.prior.prior_mean)
             given = q.moments._replace(mean=f, variance=jnp.zeros_like(f), kl=ratio)
         else:
-            epsilon = jax.random.normal(rng_key, (*q.batch_shape, T.shape[-2]), T.dtype)
-            mean = q.moments.mean + matvec_transposed(T, epsilon)
-            given = moments(mean, q.kernel(q.prior.X), A, None, log_ratio(process, epsilon))
+            noise = jax.random.normal(rng_key, (*q.batch_shape, covariance.num_noise), q.mean.dtype)
+            given = q.moments.given(noise, process.log_ratio(noise))
         return SparsePosterior(q.prior, given, q.batch_shape)
 
     def check(self, args: tuple, kwargs: dict, num_rows: int, batch_size: int) -> None:

@@ -232,8 +232,9 @@ class _Cavities:
         """Mean and variance of the D latents of each datum, and what of the variance is that of u, (D, ...)."""
         moments = []
         for q in posteriors.values():
-            T = q.moments.posterior_root
-            of_u = q.variance if T is None else jnp.broadcast_to(jnp.sum(T * T, axis=-2), q.mean.shape)
+            covariance = q.moments.covariance
+            of_u = None if covariance is None else covariance.variance_of_inducing()
+            of_u = q.variance if of_u is None else jnp.broadcast_to(of_u, q.mean.shape)
             moments.append([jnp.reshape(x, (-1, *self.mask.shape)) for x in (q.mean, q.variance, of_u)])
         mean, variance, explained = (jnp.concatenate(x) for x in zip(*moments, strict=True))
         return mean, variance, explained

@@ -23,9 +23,9 @@ from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import posteriors_of
 from numpyro_sgp.distributions.wrappers import log_prob_of, observed_mask, unwrap
 from numpyro_sgp.guides.handlers import KeysBySite
-from numpyro_sgp.math.linalg import cholesky, matmul, matvec, matvec_transposed
+from numpyro_sgp.math.linalg import cholesky, matvec
 from numpyro_sgp.posteriors.natural_parameters import DatumSites
-from numpyro_sgp.posteriors.process import ProcessPosterior, UnknownFamilyError, process_of
+from numpyro_sgp.posteriors.process import UnknownFamilyError, process_of
 
 __all__ = [
     "LIKELIHOOD",
@@ -38,7 +38,6 @@ __all__ = [
     "Draws",
     "Outputs",
     "fitted_values",
-    "log_ratio",
     "log_ratio_dense",
     "num_rows",
 ]
@@ -217,44 +216,23 @@ def _draw_process(
 ) -> tuple[Array, Array]:
     """f(X) ~ q, and log q(u)/p(u) for the u it was drawn with, (...).
 
-    f = mean + Tᵀε + residual with Cov(residual) = Kff − AᵀA: ε belongs to u and is the same in all batches.
+    f = E[f | u] + a residual of covariance Cov(f | u): the draw of u is the same in all batches.
     """
     key_u, key_f = jax.random.split(rng_key)
-    X, dtype = q.prior.X, q.moments.mean.dtype
+    covariance, dtype = q.moments.covariance, q.moments.mean.dtype
+    assert covariance is not None
     shape = q.batch_shape + q.event_shape
-    T, A = q.moments.posterior_root, q.moments.prior_root
-    kernel = q.kernel
-    K = kernel(X, X)
-    index = jnp.arange(K.shape[-1])
-    K = K.at[..., index, index].set(kernel(X) * (1.0 + q.prior.relative_jitter))
-    residual = cholesky(K - matmul(jnp.swapaxes(A, -1, -2), A))
+    residual = cholesky(q.covariance_given_inducing(q.prior.relative_jitter))
     f = q.mean + matvec(residual, jax.random.normal(jax.random.fold_in(key_f, batch), shape, dtype))
     nan = jnp.full(q.batch_shape, jnp.nan, dtype)
     try:
         process = process_of(guide, params, site, q)
     except UnknownFamilyError:
         process = None
-    if T is None:
+    if covariance.num_noise is None:
         return f, nan if process is None else log_ratio_dense(params[f"{site}_{guide.prefix}_sites"], q, f)
-    epsilon = jax.random.normal(key_u, (*q.batch_shape, T.shape[-2]), dtype)
-    f = f + matvec_transposed(T, epsilon)
-    return f, nan if process is None else log_ratio(process, epsilon)
-
-
-def log_ratio(process: ProcessPosterior, epsilon: Array) -> Array:
-    """The log ratio log q(v)/p(v) at v = m + Rᵀε: −½|ε|² + ½|v|² − log|R|.
-
-    Where the mean has a basis of its own, the function given v is not the prior's; the divergence of that part, which
-    is what KL(q ‖ p) has beyond that of v, is the same for all v and is added.
-    """
-    R, m = cast(Array, process.R), cast(Array, process.m)
-    v = m + matvec_transposed(R, epsilon)
-    log_R = jnp.linalg.slogdet(R)[1]
-    ratio = 0.5 * (jnp.sum(v * v, axis=-1) - jnp.sum(epsilon * epsilon, axis=-1)) - log_R
-    if process.mean_basis is None:
-        return ratio
-    kl_v = 0.5 * (jnp.sum(R * R, axis=(-2, -1)) + jnp.sum(m * m, axis=-1) - R.shape[-1]) - log_R
-    return ratio + process.kl - kl_v
+    noise = jax.random.normal(key_u, (*q.batch_shape, covariance.num_noise), dtype)
+    return f + covariance.deviation(noise), nan if process is None else process.log_ratio(noise)
 
 
 def log_ratio_dense(sites: DatumSites, q: SparsePosterior, f: Array) -> Array:

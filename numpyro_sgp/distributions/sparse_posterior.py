@@ -15,9 +15,9 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro_sgp._internal.curvature import is_quadratic
 from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
-from numpyro_sgp.math.linalg import cholesky, matmul, matvec
+from numpyro_sgp.math.linalg import cholesky, matvec
 from numpyro_sgp.math.quadrature import gauss_hermite
-from numpyro_sgp.posteriors.moments import Moments, standard_deviation
+from numpyro_sgp.posteriors.moments import AbstractCovariance, Moments, standard_deviation
 
 __all__ = ["SparsePosterior"]
 
@@ -27,7 +27,7 @@ class SparsePosterior(dist.Distribution):
 
     Args:
         prior: the prior it approximates, at the inputs where it is wanted.
-        moments: marginals of the centred process, divergence and covariance roots.
+        moments: marginals of the centred process, divergence and covariance.
         batch_shape: one latent for each entry.
         joint: whether `sample` draws f(X) jointly, from the full covariance in O(N³), or row by row from the marginals
             in O(N), which is all that a likelihood factorising over rows needs.
@@ -75,16 +75,26 @@ class SparsePosterior(dist.Distribution):
         return jnp.broadcast_to(self.moments.kl, self.batch_shape)
 
     def covariance(self) -> Array:
-        """Cov[f(X)] = Kff − AᵀA + TᵀT, (..., N, N)."""
+        """Cov[f(X)], (..., N, N)."""
+        K, of_u = self.covariance_given_inducing(), self._covariance.of_inducing()
+        K = K if of_u is None else K + of_u
+        return jnp.broadcast_to(K, (*self.batch_shape, *K.shape[-2:]))
+
+    def covariance_given_inducing(self, jitter: ArrayLike = 0.0) -> Array:
+        """Cov[f(X) | u], (..., N, N), where u are inducing variables; `jitter` is relative to the prior variances."""
         X, kernel = self.prior.X, self.kernel
         K = kernel(X, X)
         index = jnp.arange(K.shape[-1])
-        K = K.at[..., index, index].set(kernel(X))
-        A, T = self.moments.prior_root, self.moments.posterior_root
-        K = K - matmul(jnp.swapaxes(A, -1, -2), A)
-        if T is not None:
-            K = K + matmul(jnp.swapaxes(T, -1, -2), T)
-        return jnp.broadcast_to(K, (*self.batch_shape, *K.shape[-2:]))
+        return self._covariance.given_inducing(K.at[..., index, index].set(kernel(X) * (1.0 + jitter)))
+
+    @property
+    def _covariance(self) -> AbstractCovariance:
+        if self.moments.covariance is None:
+            msg = (
+                "Only the marginals of this posterior are known. Use `.mean`, `.variance` or draws with `joint=False`."
+            )
+            raise TypeError(msg)
+        return self.moments.covariance
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         shape = (*sample_shape, *self.batch_shape, *self.event_shape)

@@ -30,7 +30,7 @@ from numpyro_sgp.posteriors.dual.tied import shared_covariance
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, inducing_param, refuse_growing
 from numpyro_sgp.posteriors.gaussian import InducingGaussian
 from numpyro_sgp.posteriors.joint.formulas import JointGaussian, Rows, gaussian_prior, stacked
-from numpyro_sgp.posteriors.moments import Moments, moments
+from numpyro_sgp.posteriors.moments import Moments, Roots, moments, roots_of
 from numpyro_sgp.posteriors.natural_parameters import EffectSites, JointSites
 
 __all__ = ["JointRun", "expected_reference"]
@@ -284,7 +284,9 @@ class JointRun:
         share = self._share(site, batch_shape)
         shape = (*batch_shape, N)
         q = SparsePosterior(
-            prior, Moments(found.mean.reshape(shape), found.variance.reshape(shape), kl * share, A, T), batch_shape
+            prior,
+            Moments(found.mean.reshape(shape), found.variance.reshape(shape), kl * share, Roots(A, T)),
+            batch_shape,
         )
         L = self._of_each(self.L[own, own].reshape(C, M, C, M)).reshape(*batch_shape, M, M)
         inducing = self.gaussian.inducing[site]
@@ -320,7 +322,7 @@ class JointRun:
 
     def given(self, site: str, q: SparsePosterior) -> SparsePosterior:
         """The process given the draw of z, with the log ratio of that in the place of the divergence."""
-        A, ratio = q.moments.prior_root, self.log_ratio(site, q.batch_shape)
+        A, ratio = roots_of(q.moments).A, self.log_ratio(site, q.batch_shape)
         mean = matvec_transposed(A, q.drawn.m)
         return SparsePosterior(
             q.prior, moments(mean, q.prior.kernel(q.prior.X), A, None, ratio), q.batch_shape, joint=False
@@ -343,7 +345,7 @@ class JointRun:
             moved = solve_lower(root, (self.v[-P:] - mean[-P:])[:, None])[:, 0]
             S, m = S - matmul(gain.T, gain), m + matvec(gain.T, moved)
         S = cholesky(S, 10.0 * float(jnp.finfo(u.dtype).eps))
-        A = q.moments.prior_root
+        A = roots_of(q.moments).A
         T = matmul(S.T, A)
         given = moments(matvec_transposed(A, m), q.prior.kernel(q.prior.X), A, T, q.kl)
         return SparsePosterior(q.prior, given, q.batch_shape, joint=False)

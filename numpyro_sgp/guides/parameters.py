@@ -11,7 +11,7 @@ from numpyro.primitives import _PYRO_STACK, mutable
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.guides.handlers import SwapGaussianProcesses
 from numpyro_sgp.inducing import ProbedInducing, report_candidates
-from numpyro_sgp.posteriors.moments import Moments
+from numpyro_sgp.posteriors.moments import Moments, roots_of
 
 __all__ = ["SiteParameters", "parameter", "with_candidates"]
 
@@ -87,7 +87,7 @@ class SiteParameters:
 
 def with_candidates(growing: list[ProbedInducing], q: Moments, prior: GaussianProcess) -> Moments:
     """The moments as functions of the candidates of growing bases, the one of the covariance first."""
-    zero = report_candidates(growing, prior.kernel, prior.X, q.prior_root)
+    zero = report_candidates(growing, prior.kernel, prior.X, roots_of(q).A)
     # Once for the site, however many latents it has.
     first = (0,) * q.kl.ndim
     return q._replace(kl=q.kl.at[first].add(zero) if first else q.kl + zero)

@@ -13,6 +13,7 @@ from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import posteriors_of
 from numpyro_sgp.distributions.wrappers import unwrap
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
+from numpyro_sgp.posteriors.moments import roots_of
 
 __all__ = ["Regression", "read_regression"]
 
@@ -47,7 +48,7 @@ class Regression(NamedTuple):
     @property
     def A(self) -> Array:
         """Features of independent weights with variance one, (..., r, B)."""
-        return self.q.moments.prior_root
+        return roots_of(self.q.moments).A
 
     def objective(self, loss: Array) -> Array:
         """Minus the evidence of all latents, or a bound on it, as the value of the loss."""

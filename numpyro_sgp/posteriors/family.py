@@ -20,9 +20,10 @@ from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.inducing import AbstractInducing, GrowingInducing, as_inducing, check_width
 from numpyro_sgp.math.linalg import cholesky
-from numpyro_sgp.posteriors.gaussian import FittedParameters, InducingGaussian, Parameters
-from numpyro_sgp.posteriors.moments import Moments
-from numpyro_sgp.posteriors.process import ProcessPosterior, TableProcess, process_over
+from numpyro_sgp.posteriors.gaussian import AbstractGaussian
+from numpyro_sgp.posteriors.moments import Moments, Roots
+from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
+from numpyro_sgp.posteriors.process import AbstractProcess, TableProcess
 
 __all__ = [
     "AbstractPosteriorFamily",
@@ -62,7 +63,7 @@ class AbstractPosteriorFamily(ABC):
     @abstractmethod
     def gaussian(
         self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]
-    ) -> InducingGaussian | None:
+    ) -> AbstractGaussian | None:
         """q(u); None for a family that has none, and gives `moments` and `process` itself.
 
         Args:
@@ -84,7 +85,7 @@ class AbstractPosteriorFamily(ABC):
         assert q is not None, f"{type(self).__name__} has no `gaussian`, and must have `moments`."
         return q.moments(prior.kernel, prior.X)
 
-    def process(self, fitted: FittedParameters, q: SparsePosterior) -> ProcessPosterior | TableProcess | None:
+    def process(self, fitted: FittedParameters, q: SparsePosterior) -> AbstractProcess | TableProcess | None:
         """q(f) as a process, factorised; None where it is no Gaussian in variables of its own.
 
         Args:
@@ -92,7 +93,7 @@ class AbstractPosteriorFamily(ABC):
             q: the posterior at some inputs.
         """
         found = self.gaussian(fitted, q.prior, q.batch_shape)
-        return None if found is None else process_over(found, q)
+        return None if found is None else found.process(q)
 
 
 def inducing_param(
@@ -142,7 +143,7 @@ def at_prior(kernel: Callable, X: Array) -> Moments:
     variance, dtype = _variance(kernel, X), X.dtype
     zeros = np.zeros(variance.shape, dtype)
     return Moments(
-        jnp.asarray(zeros), variance, jnp.asarray(np.zeros((), dtype)), jnp.asarray(zeros[..., None, :]), None
+        jnp.asarray(zeros), variance, jnp.asarray(np.zeros((), dtype)), Roots(jnp.asarray(zeros[..., None, :]), None)
     )
 
 

@@ -279,7 +279,13 @@ def _drawable(
     guide: Guide, params: Mapping[str, Any], site: str, q: SparsePosterior
 ) -> ProcessPosterior | TableProcess:
     """What functions are drawn from, checked."""
-    process = drawable_of(guide, params, site, q, drawn=True)
+    process: Any = drawable_of(guide, params, site, q, drawn=True)
+    if not isinstance(process, ProcessPosterior | TableProcess):
+        msg = (
+            f"Functions are drawn by Matheron's rule from a dense q(u), got {type(process).__name__} at the GP site "
+            f"{site!r}. Draw values with `guide.posterior(...)[{site!r}].sample(key)`."
+        )
+        raise TypeError(msg)
     if process.mean_function is None:
         msg = (
             f"The GP site {site!r} has a prior mean given as an array of values at the model's inputs, which say "

@@ -1,57 +1,26 @@
-"""q(u) as a Gaussian in whitened variables, and the fitted parameters that it is read from."""
+"""q(u) as a Gaussian: what a posterior family returns."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+import dataclasses
+from typing import Any, NamedTuple
 
 from jax import Array
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, GrowingInducing, InducingPoints
-from numpyro_sgp.math.linalg import cholesky, solve_lower
+from numpyro_sgp.math.linalg import cholesky, solve_lower, solve_lower_transposed
 from numpyro_sgp.posteriors.decoupled.formulas import project_orthogonal
 from numpyro_sgp.posteriors.mean_basis import AbstractMeanBasis
 from numpyro_sgp.posteriors.moments import Moments, Projection
+from numpyro_sgp.posteriors.process import AbstractProcess, ProcessPosterior
 from numpyro_sgp.posteriors.whitened.formulas import whitened
 
-__all__ = ["POINTS", "FittedParameters", "InducingGaussian", "MeanPart", "Parameters", "root_of_points"]
+__all__ = ["POINTS", "AbstractGaussian", "InducingGaussian", "MeanPart", "root_of_points"]
 
 POINTS = InducingPoints | BoundedInducingPoints | GrowingInducing
-
-
-class Parameters(Protocol):
-    """How a posterior family declares the parameters of one site, or looks them up once they are fitted."""
-
-    def __call__(self, symbol: str, init: Any) -> Any:
-        """The value of a parameter; `init` is its first value, or a function of a key that makes it."""
-        ...
-
-    def state(self, symbol: str, init: dict[str, Array]) -> dict[str, Array]:
-        """Mutable state, a dict of arrays that a loss updates."""
-        ...
-
-
-class FittedParameters:
-    """The fitted parameters of one GP site, as `Parameters`.
-
-    Args:
-        params: fitted parameters of all sites, and mutable state.
-        site: the GP site.
-        prefix: of the names of parameters.
-    """
-
-    def __init__(self, params: Mapping[str, Any], site: str, prefix: str) -> None:
-        self.params, self.site, self.prefix = params, site, prefix
-
-    def __call__(self, symbol: str, init: Any = None) -> Any:
-        del init
-        name = f"{self.site}_{self.prefix}_{symbol}"
-        if name not in self.params:
-            msg = f"The parameter {name!r} is missing. Pass all fitted parameters, `result.params` of `SVI.run`."
-            raise ValueError(msg)
-        return self.params[name]
-
-    state = __call__
 
 
 class MeanPart(NamedTuple):
@@ -68,7 +37,27 @@ class MeanPart(NamedTuple):
     projected: Any
 
 
-class InducingGaussian(NamedTuple):
+class AbstractGaussian(ABC):
+    """A Gaussian q(u): what a posterior family returns.
+
+    It may have any structure. A loss needs the moments, predictions need the process.
+    """
+
+    @abstractmethod
+    def moments(self, kernel: Callable, X: Array) -> Moments:
+        """The marginals at inputs (N, D), and the divergence."""
+
+    @abstractmethod
+    def process(self, q: SparsePosterior) -> AbstractProcess:
+        """q(f) as a process.
+
+        Args:
+            q: the posterior at any inputs.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class InducingGaussian(AbstractGaussian):
     """q(u) through q(v) = N(m, S_sqrt S_sqrtᵀ) with u = L v, L Lᵀ = Kuu, so that the prior of v is N(0, I).
 
     Attributes:
@@ -77,6 +66,7 @@ class InducingGaussian(NamedTuple):
         m: mean of v, (..., M).
         S_sqrt: triangular root of the covariance of v, (..., M, M).
         part: a part of the mean beside the inducing variables; a family with one gives `moments` itself.
+        kernel: the kernel of the process, where it is not the prior's; else None.
     """
 
     inducing: AbstractInducing
@@ -84,11 +74,29 @@ class InducingGaussian(NamedTuple):
     m: Array
     S_sqrt: Array
     part: MeanPart | None = None
+    kernel: Callable | None = None
 
     def moments(self, kernel: Callable, X: Array) -> Moments:
-        """The marginals at inputs (N, D), and the divergence."""
         A = solve_lower(self.L, self.inducing.Kuf(kernel, X))
         return whitened(self.m, self.S_sqrt, A, kernel(X))
+
+    def process(self, q: SparsePosterior) -> ProcessPosterior:
+        part, m = self.part, jnp.broadcast_to(self.m, (*q.batch_shape, self.m.shape[-1]))
+        own = m if part is None or part.projected is None else m - part.projected
+        return ProcessPosterior(
+            kernel=q.prior.kernel if self.kernel is None else self.kernel,
+            mean_function=q.prior.mean_function,
+            inducing=self.inducing,
+            L=self.L,
+            a=solve_lower_transposed(self.L, own[..., None])[..., 0],
+            m=m,
+            R=jnp.swapaxes(self.S_sqrt, -1, -2),
+            mean_basis=None if part is None else part.basis,
+            mean_weights=None if part is None else part.weights,
+            kl=q.kl,
+            jitter=q.prior.relative_jitter,
+            batch_shape=q.batch_shape,
+        )
 
 
 def root_of_points(

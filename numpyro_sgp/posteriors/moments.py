@@ -1,6 +1,8 @@
 """What every parametrisation returns, and the quantities all of them start from."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -11,33 +13,93 @@ from jax.typing import ArrayLike
 
 from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.inducing import AbstractInducing
-from numpyro_sgp.math.linalg import matmul, root_of, with_jitter
+from numpyro_sgp.math.linalg import matmul, matvec_transposed, root_of, with_jitter
 from numpyro_sgp.posteriors.natural_parameters import AbstractSites, Perturbed, perturb_kl, perturb_marginals
 
 __all__ = [
+    "AbstractCovariance",
     "Moments",
     "Projection",
+    "Roots",
     "given_tangents",
     "moments",
     "perturbed_moments",
     "project",
+    "roots_of",
     "standard_deviation",
     "tangents_like",
     "whiten",
 ]
 
 
-class Moments(NamedTuple):
-    """Marginals of q(f), its divergence from the prior, and the roots from which its covariance follows.
+class AbstractCovariance(ABC):
+    """The covariance of q(f) between rows, evaluated on request; a pytree.
 
-    Cov(f) = Kff − AᵀA + TᵀT, with A the `prior_root` and T the `posterior_root`.
+    Cov(f) = Cov(f | u) + Cov(E[f | u]), where the first term is the prior's, and draws of the second one need
+    `num_noise` standard normal numbers, whatever the rows are.
+    """
+
+    @property
+    @abstractmethod
+    def num_noise(self) -> int | None:
+        """How many numbers E[f | u] is drawn with; None where u are the values of f at the training inputs."""
+
+    @abstractmethod
+    def given_inducing(self, Kff: Array) -> Array:
+        """Cov(f | u) from the prior covariance, (..., N, N); Cov(f) where there is no other term."""
+
+    @abstractmethod
+    def of_inducing(self) -> Array | None:
+        """Cov(E[f | u]), (..., N, N); None where u are the values of f at the training inputs."""
+
+    @abstractmethod
+    def variance_of_inducing(self) -> Array | None:
+        """Its diagonal, (..., N)."""
+
+    @abstractmethod
+    def deviation(self, noise: Array) -> Array:
+        """E[f | u] − E[f] for a draw of u by standard normal numbers, (..., num_noise) to (..., N)."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Roots(AbstractCovariance):
+    """Cov(f) = Kff − AᵀA + TᵀT, by dense roots.
+
+    Attributes:
+        A: (..., M, N).
+        T: (..., M, N), or None where u are the values of f at the training inputs.
+    """
+
+    A: Array
+    T: Array | None
+
+    @property
+    def num_noise(self) -> int | None:
+        return None if self.T is None else self.T.shape[-2]
+
+    def given_inducing(self, Kff: Array) -> Array:
+        return Kff - matmul(jnp.swapaxes(self.A, -1, -2), self.A)
+
+    def of_inducing(self) -> Array | None:
+        return None if self.T is None else matmul(jnp.swapaxes(self.T, -1, -2), self.T)
+
+    def variance_of_inducing(self) -> Array | None:
+        return None if self.T is None else jnp.sum(self.T * self.T, axis=-2)
+
+    def deviation(self, noise: Array) -> Array:
+        assert self.T is not None
+        return matvec_transposed(self.T, noise)
+
+
+class Moments(NamedTuple):
+    """What a loss needs of q(f): marginals and divergence; and its covariance between rows, on request.
 
     Attributes:
         mean: posterior mean of the centred process (without the prior mean), (..., N).
         variance: posterior variances, (..., N).
         kl: KL(q(u) ‖ p(u)), for each latent, (...).
-        prior_root: (..., M, N).
-        posterior_root: (..., M, N), or None where the posterior has no term of its own.
+        covariance: between rows; None where only marginals are known.
         kernel: the kernel of Kff, where it is not the prior's; else None.
         sampled: what a loss needs to know where mean and variance are estimates from sampled weights; else None.
     """
@@ -45,10 +107,31 @@ class Moments(NamedTuple):
     mean: Array
     variance: Array
     kl: Array
-    prior_root: Array
-    posterior_root: Array | None
+    covariance: AbstractCovariance | None
     kernel: Any = None
     sampled: Any = None
+
+    def given(self, noise: Array, kl: ArrayLike) -> "Moments":
+        """The moments given a draw of u.
+
+        Args:
+            noise: the standard normal numbers that u is drawn with, (..., num_noise).
+            kl: what takes the place of the divergence, (...).
+        """
+        assert self.covariance is not None
+        of_u = self.covariance.variance_of_inducing()
+        assert of_u is not None
+        variance = jnp.maximum(self.variance - of_u, jnp.finfo(of_u.dtype).eps * self.variance)
+        mean = self.mean + self.covariance.deviation(noise)
+        return Moments(mean, variance, jnp.asarray(kl), None, self.kernel)
+
+
+def roots_of(q: Moments) -> Roots:
+    """The dense roots of a posterior, where its formulas are built on them."""
+    if not isinstance(q.covariance, Roots):
+        msg = f"Dense roots of a covariance are needed, and this posterior has {type(q.covariance).__name__}."
+        raise TypeError(msg)
+    return q.covariance
 
 
 class Projection(NamedTuple):
@@ -163,7 +246,7 @@ def moments(mean: Array, kff: Array, A: Array, T: Array | None, kl: Array) -> Mo
         variance = jnp.maximum(residual, jnp.finfo(residual.dtype).eps * kff)
     else:
         variance = jnp.maximum(residual, 0.0) + jnp.sum(T * T, axis=-2)
-    return Moments(mean, variance, kl, A, T)
+    return Moments(mean, variance, kl, Roots(A, T))
 
 
 def perturbed_moments(

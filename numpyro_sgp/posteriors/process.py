@@ -5,6 +5,7 @@ With u = L v, L Lᵀ = Kuu, and q(v) = N(m, RᵀR), every posterior of the packa
     mean(X) = m_prior(X) + kᵀa,   Cov = Kff − AᵀA + TᵀT,   A = L⁻¹k,   T = R A,   a = L⁻ᵀm,   k = Cov(u, f(X)).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any, Protocol, cast
@@ -17,14 +18,15 @@ from jax.typing import ArrayLike
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.inducing import AbstractInducing, InducingPoints, check_new_inputs
-from numpyro_sgp.math.linalg import matmul, matvec_transposed, solve_lower, solve_lower_transposed
+from numpyro_sgp.math.linalg import matmul, matvec_transposed, solve_lower
 from numpyro_sgp.posteriors.dual.formulas import dense_weights
-from numpyro_sgp.posteriors.gaussian import FittedParameters, InducingGaussian
 from numpyro_sgp.posteriors.mean_basis import AbstractMeanBasis
 from numpyro_sgp.posteriors.moments import moments
 from numpyro_sgp.posteriors.natural_parameters import DatumSites
+from numpyro_sgp.posteriors.parameters import FittedParameters
 
 __all__ = [
+    "AbstractProcess",
     "Guide",
     "ProcessPosterior",
     "TableProcess",
@@ -32,7 +34,6 @@ __all__ = [
     "dense_process",
     "drawable_of",
     "process_of",
-    "process_over",
     "process_posterior",
 ]
 
@@ -57,9 +58,21 @@ class Guide(Protocol):
         ...
 
 
+class AbstractProcess(ABC):
+    """q(f) as a process, given one draw of the hyperparameters."""
+
+    @abstractmethod
+    def posterior(self, X_new: ArrayLike) -> SparsePosterior:
+        """q(f(X_new)) at inputs (N_new, D)."""
+
+    @abstractmethod
+    def log_ratio(self, noise: Array) -> Array:
+        """The log ratio log q(u)/p(u), (...), at a draw of u by standard normal numbers, (..., num_noise)."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProcessPosterior:
+class ProcessPosterior(AbstractProcess):
     """q(f) as a process: all that does not depend on where it is evaluated is held factorised.
 
     Made by `process_posterior`. A pytree: it can be returned from `jit`, mapped over draws of the hyperparameters, and
@@ -129,6 +142,21 @@ class ProcessPosterior:
         q = moments(mean, prior.kernel(prior.X), A, T, self.kl)
         return SparsePosterior(prior, q, self.batch_shape)
 
+    def log_ratio(self, noise: Array) -> Array:
+        """The log ratio log q(v)/p(v) at v = m + Rᵀε: −½|ε|² + ½|v|² − log|R|.
+
+        Where the mean has a basis of its own, the function given v is not the prior's; the divergence of that part,
+        which is what KL(q ‖ p) has beyond that of v, is the same for all v and is added.
+        """
+        R, m = cast(Array, self.R), cast(Array, self.m)
+        v = m + matvec_transposed(R, noise)
+        log_R = jnp.linalg.slogdet(R)[1]
+        ratio = 0.5 * (jnp.sum(v * v, axis=-1) - jnp.sum(noise * noise, axis=-1)) - log_R
+        if self.mean_basis is None:
+            return ratio
+        kl_v = 0.5 * (jnp.sum(R * R, axis=(-2, -1)) + jnp.sum(m * m, axis=-1) - R.shape[-1]) - log_R
+        return ratio + self.kl - kl_v
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -150,26 +178,6 @@ class TableProcess:
     batch_shape = ()
 
 
-def process_over(gaussian: InducingGaussian, q: SparsePosterior, kernel: Callable | None = None) -> ProcessPosterior:
-    """The process with a Gaussian q(u), from the posterior q at any inputs; `kernel` may be another than q's."""
-    part, L, m = gaussian.part, gaussian.L, jnp.broadcast_to(gaussian.m, (*q.batch_shape, gaussian.m.shape[-1]))
-    own = m if part is None or part.projected is None else m - part.projected
-    return ProcessPosterior(
-        kernel=q.prior.kernel if kernel is None else kernel,
-        mean_function=q.prior.mean_function,
-        inducing=gaussian.inducing,
-        L=L,
-        a=solve_lower_transposed(L, own[..., None])[..., 0],
-        m=m,
-        R=jnp.swapaxes(gaussian.S_sqrt, -1, -2),
-        mean_basis=None if part is None else part.basis,
-        mean_weights=None if part is None else part.weights,
-        kl=q.kl,
-        jitter=q.prior.relative_jitter,
-        batch_shape=q.batch_shape,
-    )
-
-
 def dense_process(sites: DatumSites, q: SparsePosterior) -> ProcessPosterior:
     """The process of one site for each training row, from the posterior q at any inputs."""
     inducing = InducingPoints(sites.fixed_X)
@@ -189,13 +197,13 @@ def dense_process(sites: DatumSites, q: SparsePosterior) -> ProcessPosterior:
 
 def drawable_of(
     guide: Guide, params: Mapping[str, Any], site: str, q: SparsePosterior, *, drawn: bool = False
-) -> ProcessPosterior | TableProcess:
+) -> AbstractProcess | TableProcess:
     """What functions of a GP site are drawn from; see `process_of`.
 
     `drawn` is for a posterior that is joint with others: given the draw of all of them that it was made with.
     """
     if q.gaussian is not None:
-        return process_over(q.drawn if drawn else q.gaussian, q)
+        return (q.drawn if drawn else q.gaussian).process(q)
     family = guide.family(site)
     found = family.process(FittedParameters(params, site, guide.prefix), q)
     if found is None:
@@ -203,7 +211,7 @@ def drawable_of(
     return found
 
 
-def process_of(guide: Guide, params: Mapping[str, Any], site: str, q: SparsePosterior) -> ProcessPosterior:
+def process_of(guide: Guide, params: Mapping[str, Any], site: str, q: SparsePosterior) -> AbstractProcess:
     """The process that the posterior `q` of a GP site belongs to.
 
     Args:
@@ -216,7 +224,7 @@ def process_of(guide: Guide, params: Mapping[str, Any], site: str, q: SparsePost
         UnknownFamilyError: a posterior family that is not described by inducing variables, or by one site a row.
     """
     found = drawable_of(guide, params, site, q)
-    if not isinstance(found, ProcessPosterior):
+    if not isinstance(found, AbstractProcess):
         raise UnknownFamilyError(_without_process(guide.family(site), site))
     return found
 
@@ -230,7 +238,7 @@ def _without_process(family: Any, site: str) -> str:
 
 def process_posterior(
     guide: Guide, rng_key: Array, params: Mapping[str, Any], *args: Any, **kwargs: Any
-) -> dict[str, ProcessPosterior]:
+) -> dict[str, AbstractProcess]:
     """The posterior of each GP site, factorised once, to be evaluated at many batches of inputs.
 
     Args:

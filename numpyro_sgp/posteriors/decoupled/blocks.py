@@ -26,10 +26,11 @@ from numpyro_sgp.posteriors.decoupled.formulas import (
     residual_variance,
 )
 from numpyro_sgp.posteriors.dual.formulas import natural_mean_and_root, natural_whitened
-from numpyro_sgp.posteriors.gaussian import MeanPart, Parameters
+from numpyro_sgp.posteriors.gaussian import MeanPart
 from numpyro_sgp.posteriors.mean_basis import InducingMean
-from numpyro_sgp.posteriors.moments import Moments, Projection, perturbed_moments
+from numpyro_sgp.posteriors.moments import Moments, Projection, perturbed_moments, roots_of
 from numpyro_sgp.posteriors.natural_parameters import Perturbed, TiedSites
+from numpyro_sgp.posteriors.parameters import Parameters
 from numpyro_sgp.posteriors.whitened.formulas import whitened
 
 __all__ = ["Block", "Free", "coefficients", "dual_step", "mean_part", "refuse_dual_step", "squared_norm"]
@@ -59,7 +60,7 @@ class Block(NamedTuple):
     def perturb(self, q: Moments) -> Moments:
         """The moments of the whole posterior, as functions of the perturbation of this block's sites."""
         # The sites are those of this block's variables, so theirs is its own part of the mean, not the whole.
-        return perturbed_moments(self.value, self.q.prior_root, q, own_mean=self.q.mean)
+        return perturbed_moments(self.value, roots_of(self.q).A, q, own_mean=self.q.mean)
 
 
 class Free(NamedTuple):

@@ -40,9 +40,10 @@ from numpyro_sgp.posteriors.family import (
     refuse_growing,
     root_of_prior,
 )
-from numpyro_sgp.posteriors.gaussian import InducingGaussian, Parameters, root_of_points
+from numpyro_sgp.posteriors.gaussian import InducingGaussian, root_of_points
 from numpyro_sgp.posteriors.moments import Moments, perturbed_moments, project
 from numpyro_sgp.posteriors.natural_parameters import TiedSites
+from numpyro_sgp.posteriors.parameters import Parameters
 from numpyro_sgp.posteriors.whitened.guide import NaturalWhitened, Whitened
 
 __all__ = ["Decoupled", "FullDecoupled", "HybridDecoupled", "OrthogonalDecoupled", "Parametrization", "SolveDecoupled"]

@@ -25,7 +25,7 @@ from numpyro_sgp.math.linalg import (
     solve_lower_transposed,
 )
 from numpyro_sgp.posteriors.decoupled.coefficients import Coefficients, Response
-from numpyro_sgp.posteriors.moments import Moments, Projection, moments
+from numpyro_sgp.posteriors.moments import Moments, Projection, moments, roots_of
 
 __all__ = [
     "Span",
@@ -71,7 +71,7 @@ def orthogonal(q: Moments, function: Array, t: Array, squared_norm: Array) -> Mo
     References:
         Salimbeni, Cheng, Boots and Deisenroth (2018), "Orthogonally decoupled variational Gaussian processes".
     """
-    mean = q.mean + function - matvec_transposed(q.prior_root, t)
+    mean = q.mean + function - matvec_transposed(roots_of(q).A, t)
     return q._replace(mean=mean, kl=q.kl + 0.5 * squared_norm)
 
 
@@ -108,15 +108,16 @@ def solve(q_u: Moments, q_v: Moments, kff: Array) -> Moments:
     References:
         Shi, Titsias and Mnih (2020), "Sparse orthogonal variational inference for Gaussian processes".
     """
-    assert q_u.posterior_root is not None
-    assert q_v.posterior_root is not None
+    first, second = roots_of(q_u), roots_of(q_v)
+    assert first.T is not None
+    assert second.T is not None
 
     def rows(first: Array, second: Array) -> Array:
         batch = jnp.broadcast_shapes(first.shape[:-2], second.shape[:-2])
         return jnp.concatenate([jnp.broadcast_to(x, batch + x.shape[-2:]) for x in (first, second)], axis=-2)
 
-    A = rows(q_u.prior_root, q_v.prior_root)
-    return moments(q_u.mean + q_v.mean, kff, A, rows(q_u.posterior_root, q_v.posterior_root), q_u.kl + q_v.kl)
+    A = rows(first.A, second.A)
+    return moments(q_u.mean + q_v.mean, kff, A, rows(first.T, second.T), q_u.kl + q_v.kl)
 
 
 # A mean basis that is the data.
@@ -143,7 +144,7 @@ def at_data(
     # Negative indices would count from the end; the row is not there, and neither is a mean for it.
     r = jnp.where(index < 0, jnp.nan, function)
     if t is not None:
-        r = r - matvec_transposed(q.prior_root, t)
+        r = r - matvec_transposed(roots_of(q).A, t)
     shared = a[..., index] / count
     mean = q.mean + r + response.gradient[..., index] / unit[..., index]
     kl = q.kl + 0.5 * (a.shape[-1] / index.shape[0]) * _dot(shared, r) + jnp.sum(response.seen[..., index] / count, -1)
@@ -151,7 +152,7 @@ def at_data(
     if t is not None:
         assert response.gradient_projected is not None
         assert response.seen_projected is not None
-        A = jax.lax.stop_gradient(q.prior_root)
+        A = jax.lax.stop_gradient(roots_of(q).A)
         mean = mean + matvec_transposed(A, response.gradient_projected)
         kl = kl + _dot(response.seen_projected, matvec(A, shared))
     return q._replace(mean=mean, kl=kl)

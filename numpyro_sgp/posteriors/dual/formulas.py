@@ -32,7 +32,7 @@ from numpyro_sgp.math.linalg import (
     triangular_inverse,
     upper_product,
 )
-from numpyro_sgp.posteriors.moments import Moments, given_tangents, moments, tangents_like
+from numpyro_sgp.posteriors.moments import Moments, given_tangents, moments, roots_of, tangents_like
 
 __all__ = [
     "Whitened",
@@ -300,7 +300,7 @@ def _dual_dense_jvp(primals: tuple, tangents: tuple) -> tuple[Moments, Moments]:
     lambda1, Lambda2, K, Kxf, kff = primals
     q, (_, X, alpha, root) = _dense(lambda1, Lambda2, K, Kxf, kff)
     dlambda1, dLambda2, dK, dKxf, dkff = given_tangents(tangents)
-    A, column = q.prior_root, root[..., :, None]
+    A, column = roots_of(q).A, root[..., :, None]
     h = column * upper_product(transposed(X), A)
     mu = matvec(K, alpha)
     B_inverse = gram_of_lower(X)

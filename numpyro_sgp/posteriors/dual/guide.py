@@ -32,10 +32,11 @@ from numpyro_sgp.posteriors.family import (
     root_of_prior,
     started_at,
 )
-from numpyro_sgp.posteriors.gaussian import FittedParameters, InducingGaussian, Parameters
+from numpyro_sgp.posteriors.gaussian import InducingGaussian
 from numpyro_sgp.posteriors.moments import Moments, perturbed_moments, project
 from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed, TiedSites
-from numpyro_sgp.posteriors.process import ProcessPosterior, TableProcess, dense_process
+from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
+from numpyro_sgp.posteriors.process import AbstractProcess, TableProcess, dense_process
 
 __all__ = ["AutoTSVGP", "Dual"]
 
@@ -110,7 +111,7 @@ class Dual(AbstractPosteriorFamily):
         Kuu = with_jitter(inducing.Kuu(kernel), jitter)
         return InducingGaussian(inducing, *tied_mean_and_root(sites.lambda1, sites.Lambda2, Kuu, Kuv))
 
-    def process(self, fitted: FittedParameters, q: SparsePosterior) -> ProcessPosterior | TableProcess | None:
+    def process(self, fitted: FittedParameters, q: SparsePosterior) -> AbstractProcess | TableProcess | None:
         return dense_process(fitted("sites"), q) if self.inducing is None else super().process(fitted, q)
 
     def _sites(

@@ -33,7 +33,7 @@ from numpyro_sgp.posteriors.dual.formulas import (
     natural_mean_and_root,
     whitened_moments,
 )
-from numpyro_sgp.posteriors.moments import Moments, given_tangents, tangents_like
+from numpyro_sgp.posteriors.moments import Moments, given_tangents, roots_of, tangents_like
 
 __all__ = ["Tied", "shared_covariance", "tied", "tied_mean_and_root"]
 
@@ -55,7 +55,7 @@ class Tied(NamedTuple):
 
     def projections(self) -> Array:
         """Kuu⁻¹k_ui = L⁻ᵀA_i, (..., M, N): the vectors that the sites sum."""
-        return self.root.unwhiten(self.moments.prior_root)
+        return self.root.unwhiten(roots_of(self.moments).A)
 
     def projected_sites(self) -> tuple[Array, Array]:
         """The sites as sums of projections on u itself, (L⁻ᵀλ̃, L⁻ᵀΛ̃L⁻¹)."""
@@ -132,7 +132,7 @@ def _tied_jvp(primals: tuple, tangents: tuple) -> tuple[Tied, Tied]:
     lambda1, Lambda2, Kuu, Kuf, kff, Kuv = primals
     dlambda1, dLambda2, dKuu, dKuf, dkff, dKuv = given_tangents(tangents)
     value, q, Lu, moving = _evaluate(lambda1, Lambda2, Kuu, Kuf, kff, Kuv)
-    c, root, A = curvature(q), value.root, q.moments.prior_root
+    c, root, A = curvature(q), value.root, roots_of(q.moments).A
     explained = q.explained[..., None, :]
     dmean: Any = 0.0
     dvariance: Any = 0.0

@@ -22,7 +22,7 @@ from numpyro_sgp.math.linalg import matmul, matvec, matvec_transposed, solve_low
 from numpyro_sgp.posteriors.dual.formulas import natural_mean_and_root, natural_whitened
 from numpyro_sgp.posteriors.dual.tied import tied, tied_mean_and_root
 from numpyro_sgp.posteriors.joint.effects import Eliminated, Loading, eliminated
-from numpyro_sgp.posteriors.moments import whiten
+from numpyro_sgp.posteriors.moments import roots_of, whiten
 from numpyro_sgp.posteriors.natural_parameters import Perturbed, perturb_kl, perturb_marginals
 
 __all__ = ["Columns", "JointGaussian", "Rows", "gaussian_prior", "stacked"]
@@ -142,7 +142,8 @@ class JointGaussian:
             if rest is not None:
                 A, variance = rest.loaded(A, variance, loading)
             moments, h = natural_whitened(lambda1, Lambda2, A, variance), A
-        mean, variance, kl, A, T = moments[:5]
+        (mean, variance, kl), roots = moments[:3], roots_of(moments)
+        A, T = roots.A, roots.T
         assert T is not None
         if rest is not None:
             c, g = loading

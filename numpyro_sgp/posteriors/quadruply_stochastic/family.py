@@ -27,10 +27,11 @@ from numpyro_sgp.posteriors.family import (
     is_initial,
     root_of_prior,
 )
-from numpyro_sgp.posteriors.gaussian import FittedParameters, InducingGaussian, MeanPart, Parameters
+from numpyro_sgp.posteriors.gaussian import InducingGaussian, MeanPart
 from numpyro_sgp.posteriors.mean_basis import TableDraw, TableMean
 from numpyro_sgp.posteriors.moments import Moments, project
-from numpyro_sgp.posteriors.process import ProcessPosterior, TableProcess, process_over
+from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
+from numpyro_sgp.posteriors.process import ProcessPosterior, TableProcess
 from numpyro_sgp.posteriors.quadruply_stochastic.formulas import (
     Inclusion,
     Sampled,
@@ -221,7 +222,7 @@ class WithInducingCovariance(AbstractQuadruplyStochastic):
         if isinstance(inducing, InducingPoints):
             # The weights say what u does not: their function less its interpolation from u.
             known = solve_lower(L, basis.mean_at(kernel, inducing.Z, numbers)[:, None])[:, 0]
-        return process_over(InducingGaussian(inducing, L, m, S_sqrt, MeanPart(basis, numbers, known)), q, kernel)
+        return InducingGaussian(inducing, L, m, S_sqrt, MeanPart(basis, numbers, known), kernel).process(q)
 
     def _inducing_posterior(self, param: Parameters, limit: GaussianProcess) -> tuple[AbstractInducing, Array, Array]:
         """The inducing variables u = L v, and q(v) = N(m, S_sqrt S_sqrtᵀ) by m and the lower root S_sqrt."""

@@ -24,9 +24,10 @@ from numpyro_sgp.features.finite_rank import (
 from numpyro_sgp.math.linalg import cholesky, gram_of_rows, solve_lower
 from numpyro_sgp.posteriors.dual.tied import tied, tied_mean_and_root
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
-from numpyro_sgp.posteriors.gaussian import InducingGaussian, Parameters
+from numpyro_sgp.posteriors.gaussian import InducingGaussian
 from numpyro_sgp.posteriors.moments import Moments, perturbed_moments
 from numpyro_sgp.posteriors.natural_parameters import Perturbed, TiedSites
+from numpyro_sgp.posteriors.parameters import Parameters
 from numpyro_sgp.posteriors.weight_space.adversary import Adversary
 from numpyro_sgp.posteriors.weight_space.formulas import tempered_mean_and_root, weight_space, weight_space_mean
 from numpyro_sgp.posteriors.weight_space.stale import StaleSites, check_refresh, stale_moments

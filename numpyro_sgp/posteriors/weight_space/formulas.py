@@ -20,7 +20,7 @@ from numpyro_sgp.posteriors.dual.formulas import (
     natural_mean_and_root,
     whitened_moments,
 )
-from numpyro_sgp.posteriors.moments import Moments, given_tangents, tangents_like
+from numpyro_sgp.posteriors.moments import Moments, given_tangents, roots_of, tangents_like
 
 __all__ = ["tempered_mean_and_root", "weight_space", "weight_space_mean"]
 
@@ -110,7 +110,7 @@ def _weight_space_jvp(primals: tuple, tangents: tuple) -> tuple[Moments, Moments
     """
     lambda1, Lambda2, Phi, precision = primals
     w = _whitened(lambda1, Lambda2, Phi, precision)
-    q, c, A = w.q, curvature(w.q), w.q.moments.prior_root
+    q, c, A = w.q, curvature(w.q), roots_of(w.q.moments).A
     dlambda1, dLambda2, dPhi, dprecision = given_tangents(tangents)
     root = jnp.sqrt(precision)
     # Of the sites themselves, at the given prior.

@@ -23,7 +23,7 @@ from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.math.linalg import diagonal, gram_of_rows, lower_product, matvec, matvec_transposed, triangular_inverse
 from numpyro_sgp.posteriors.dual.formulas import divergence_of_covariance, root_of_precision
-from numpyro_sgp.posteriors.moments import Moments, given_tangents, tangents_like
+from numpyro_sgp.posteriors.moments import Moments, Roots, given_tangents, tangents_like
 from numpyro_sgp.posteriors.natural_parameters import AbstractSites, Perturbation
 from numpyro_sgp.posteriors.weight_space.formulas import tempering
 
@@ -162,4 +162,6 @@ def stale_moments(sites: StaleSites, m: Array | None, A: Array) -> Moments:
     held, root, divergence = _fixed(sites.m, sites.root, sites.divergence)
     m = held if m is None else m
     T = lower_product(root, A)
-    return Moments(matvec_transposed(A, m), jnp.sum(T * T, axis=-2), divergence + 0.5 * jnp.sum(m * m, axis=-1), A, T)
+    return Moments(
+        matvec_transposed(A, m), jnp.sum(T * T, axis=-2), divergence + 0.5 * jnp.sum(m * m, axis=-1), Roots(A, T)
+    )

@@ -28,9 +28,10 @@ from numpyro_sgp.posteriors.family import (
     root_of_prior,
     started_at,
 )
-from numpyro_sgp.posteriors.gaussian import InducingGaussian, Parameters
+from numpyro_sgp.posteriors.gaussian import InducingGaussian
 from numpyro_sgp.posteriors.moments import Moments, perturbed_moments, project
 from numpyro_sgp.posteriors.natural_parameters import Perturbed, TiedSites
+from numpyro_sgp.posteriors.parameters import Parameters
 from numpyro_sgp.posteriors.whitened.formulas import unwhitened, whitened
 
 __all__ = ["AutoSVGP", "NaturalWhitened", "Unwhitened", "Whitened"]
