@@ -265,5 +265,8 @@ def _of_operation(operation: _Operation, facts: list[_Affine | _Nonlinear | None
         or (name == "select_n" and facts[0] is None)
         or (name == "pad" and facts[1] is None)
         or (name == "pad" and alone)
+        or (name == "conv_general_dilated" and alone)
+        or (name == "triangular_solve" and facts[0] is None)
+        or (name in ("scatter-add", "scatter_add") and facts[1] is None)
     )
     return "new" if linear else _Nonlinear(roots)

@@ -32,7 +32,6 @@ from numpyro_sgp.guides.handlers import (
 from numpyro_sgp.guides.joint import JointRun
 from numpyro_sgp.guides.members import Group, Joint, checked_joint, find_groups, first_run
 from numpyro_sgp.guides.parameters import SiteParameters, parameter, with_candidates
-from numpyro_sgp.guides.row_dependence import check_rows_apart
 from numpyro_sgp.posteriors.decoupled.coefficients import ProbedCoefficients
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, check_names, for_site
 from numpyro_sgp.posteriors.functions import FunctionDraws, sample_functions
@@ -172,12 +171,14 @@ class AbstractAutoSparseGP(AutoGuide):
         with HiddenSamples(hide_fn=hides), handlers.trace() as base_trace:
             self.base(*args, **kwargs)
         if names is None:
-            return base_trace, () if self.joint is False else self._latents(predicting, args, kwargs).groups
+            return base_trace, self._latents(predicting, args, kwargs, base_trace).groups
         # An autoguide first run without outcomes takes them for latent variables: they are the model's to draw.
         kept = {name: site for name, site in base_trace.items() if site["type"] != "sample" or name in names}
         return kept, groups
 
-    def _latents(self, predicting: bool, args: tuple, kwargs: dict) -> Latents:
+    def _latents(
+        self, predicting: bool, args: tuple, kwargs: dict, base_trace: Mapping[str, dict] | None = None
+    ) -> Latents:
         """Which latents there are, and which are joint: found where the data are given, and remembered."""
 
         def find(rng_key: Array) -> Latents:
@@ -190,7 +191,9 @@ class AbstractAutoSparseGP(AutoGuide):
             latents = [site["name"] for site in sites if not site["is_observed"]]
             names = tuple(name for name in latents if not is_missing_outcome(name, outcomes))
             candidates = names if self._shares_latents else ()
-            return Latents(names, find_groups(lambda: self.model(*args, **kwargs), self.joint, candidates, self.family))
+            given = {name: site["value"] for name, site in (base_trace or {}).items() if site["type"] == "sample"}
+            groups = find_groups(lambda: self.model(*args, **kwargs), self.joint, candidates, self.family, given)
+            return Latents(names, groups)
 
         return parameter(f"{self.prefix}_latents", find, predicting)
 
@@ -222,16 +225,12 @@ class AbstractAutoSparseGP(AutoGuide):
         *,
         joint: bool = True,
     ) -> tuple[dict[str, dict], dict[str, SparsePosterior]]:
-        starts: list[str] = []
-
         def posterior(site: str, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
             try:
                 if site in runs:
-                    starts.extend(["joint_sites"] if runs[site].is_initial else [])
                     return runs[site].posterior(site, prior, batch_shape)
                 param = SiteParameters(site, self.prefix, predicting)
                 moments = self.family(site).moments(param, prior, batch_shape)
-                starts.extend(param.initial)
                 if param.growing:
                     moments = with_candidates(param.growing, moments, prior)
             except (TypeError, ValueError) as error:
@@ -250,8 +249,6 @@ class AbstractAutoSparseGP(AutoGuide):
             raise ValueError(msg)
         self.check_sites(set(swap.gp_sites))
         _check_tracked(base_trace, trace)
-        if starts:  # in `SVI.init`, where the data are numbers; in a compiled step they are not
-            check_rows_apart(lambda: self.model(*args, **kwargs), trace, swap.gp_sites)
         return trace, swap.gp_sites
 
     def _is_chained(self, base_trace: dict[str, dict], args: tuple, kwargs: dict) -> bool:

@@ -119,6 +119,14 @@ class CheckedPlates(Messenger):
             _check_plate(msg)
 
 
+class UnchangedState(Messenger):
+    """Gives the model a copy of its mutable state, which it may change in place."""
+
+    def postprocess_message(self, msg: dict) -> None:
+        if msg["type"] == "mutable" and isinstance(msg["value"], dict):
+            msg["value"] = msg["value"].copy()
+
+
 class Alone(Messenger):
     """Hides a run of the model from all handlers outside, which are asked for no keys either."""
 
@@ -284,7 +292,7 @@ class SwapGaussianProcesses(Messenger):
         q = self.gp_sites[name]
         if q.joint_run is not None:
             joint = self.predicting and self.joint
-            msg["value"] = q.joint_run.draw(q, _key_for(name), joint=joint)
+            msg["value"] = q.joint_run.draw(name, q, _key_for(name), joint=joint)
         elif not self.joint:
             msg["value"] = SparsePosterior(q.prior, q.moments, q.batch_shape, joint=False).sample(numpyro.prng_key())
 

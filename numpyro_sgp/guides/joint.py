@@ -72,6 +72,8 @@ class JointRun:
         spans = zip(shapes.items(), ends[:-1].tolist(), ends[1:].tolist(), strict=True)
         self._places = {name: (start, stop, shape) for (name, shape), start, stop in spans}
         self.rows: dict[str, Rows] = {}
+        self.priors: dict[str, tuple[GaussianProcess, tuple[int, ...]]] = {}
+        self._covariances: dict[str, Array] = {}
         priors: dict[str, Any] = {name: unwrap(trace[name]["fn"]) for name in group.sites}
         inducing, Kuu, moves = {}, {}, False
         for name, prior in priors.items():
@@ -110,7 +112,6 @@ class JointRun:
 
         param = SiteParameters(group.sites[0], prefix, predicting)
         value = param("joint_sites", start)
-        self.is_initial = bool(param.initial)
         effects = None
         if group.effects is not None:
             reference = own_copy(inducing) if moves and projected else None
@@ -276,6 +277,7 @@ class JointRun:
         N = prior.event_shape[0]
         Kuf = jnp.broadcast_to(self.gaussian.inducing[site].Kuf(prior.kernel, prior.X), (*batch_shape, M, N))
         kff = jnp.broadcast_to(prior.kernel(prior.X), (*batch_shape, N))
+        self.priors[site] = prior, batch_shape
         rows = self.rows[site] = Rows(Kuf.reshape(C, M, N), kff.reshape(C, N))
         found, kl = self.gaussian.posterior(self.gaussian.of_site(site, rows), rows.kff.ravel())
         own = slice(start, start + C * M)
@@ -297,9 +299,20 @@ class JointRun:
         q.drawn = InducingGaussian(inducing, L, v, jnp.zeros_like(L))
         return q
 
-    def draw(self, q: SparsePosterior, rng_key: Array, *, joint: bool) -> Array:
-        """f(X) given the draw of z: row by row, or jointly in O(N³)."""
+    def prior_covariance(self, site: str) -> Array:
+        """Cov[f(X)] of the prior for each latent of a site, (C, N, N)."""
+        if site not in self._covariances:
+            prior, batch_shape = self.priors[site]
+            K = prior.kernel(prior.X, prior.X)
+            N = K.shape[-1]
+            K = K.at[..., np.arange(N), np.arange(N)].set(prior.kernel(prior.X))
+            self._covariances[site] = jnp.broadcast_to(K, (*batch_shape, N, N)).reshape(-1, N, N)
+        return self._covariances[site]
+
+    def draw(self, site: str, q: SparsePosterior, rng_key: Array, *, joint: bool) -> Array:
+        """f(X) given the draw of z: row by row, or jointly in O(N³), as a term that depends on several rows needs."""
         given = self.given(self.group.sites[0], q)
+        joint |= any(site == each for _, each in self.group.coupled)
         return SparsePosterior(q.prior, given.moments, q.batch_shape, joint=joint).sample(rng_key)
 
     def log_ratio(self, site: str, batch_shape: tuple[int, ...]) -> Array:

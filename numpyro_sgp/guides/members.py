@@ -26,7 +26,8 @@ from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.traces import Trace, scaled_log_prob
 from numpyro_sgp.distributions.wrappers import unwrap
-from numpyro_sgp.guides.handlers import Alone, CheckedPlates, GivenGaussianProcesses
+from numpyro_sgp.guides.handlers import Alone, CheckedPlates, GivenGaussianProcesses, UnchangedState
+from numpyro_sgp.guides.row_dependence import coupled_terms, refuse
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
 
 __all__ = [
@@ -72,6 +73,7 @@ class Group:
         scaled: those that the model multiplies by another latent, each with that scale. Their product is the member, as
             if the effects had been written centred, and the scale is left to the base guide.
         effects: the one of the latents of which each row of the data looks at one number, with a block of its own.
+        coupled: terms that depend on several rows of a GP site at once, each with that site.
     """
 
     sites: tuple[str, ...]
@@ -79,6 +81,7 @@ class Group:
     gaussian: tuple[str, ...]
     scaled: tuple[tuple[str, str], ...] = ()
     effects: str | None = None
+    coupled: tuple[tuple[str, str], ...] = ()
 
     @property
     def dense(self) -> tuple[str, ...]:
@@ -99,6 +102,7 @@ def first_run(model: Callable[[], Any], *inner: Messenger) -> Trace:
     hidden = handlers.block(hide_fn=lambda msg: msg["type"] in ("sample", "deterministic", "plate"))
     with numpyro.validation_enabled(False), contextlib.ExitStack() as stack:
         stack.enter_context(hidden)
+        stack.enter_context(UnchangedState())
         trace = stack.enter_context(handlers.trace())
         stack.enter_context(handlers.seed(rng_seed=0))
         stack.enter_context(CheckedPlates())
@@ -189,32 +193,41 @@ def find_groups(
     joint: Joint,
     candidates: Collection[str],
     family: Callable[[str], AbstractPosteriorFamily],
+    values: Mapping[str, Any],
 ) -> tuple[Group, ...]:
     """The groups of GP sites and latents that meet in terms of the model.
+
+    A term that depends on several rows of a GP site needs their covariance: such sites make a group by themselves, too.
 
     Args:
         model: the model, with its arguments given.
         joint: what the user asked for.
         candidates: the latents that may be members.
         family: the posterior family of a GP site.
+        values: of latents, where the base guide has some; draws of the prior elsewhere.
 
     Raises:
-        ValueError: names in `joint` that cannot be joint.
+        ValueError: names in `joint` that cannot be joint; terms that depend on several rows of a site whose posterior
+            is integrated row by row.
+
+    Warns:
+        UserWarning: latents that are left out; terms that may depend on several rows of such a site.
     """
-    if joint is False:
-        return ()
-    trace = first_run(model, GivenGaussianProcesses(0.0))
-    if not any(name in trace for name in candidates) and _count_of_gps(trace) < 2:
+    trace = first_run(model, handlers.substitute(data=dict(values)), GivenGaussianProcesses(0.0))
+    coupled = _coupled(model, trace, family)
+    if not coupled and (joint is False or (not any(name in trace for name in candidates) and _count_of_gps(trace) < 2)):
         return ()
     samples = {name: site for name, site in trace.items() if site["type"] == "sample" and not site["is_observed"]}
     gps = [name for name, site in samples.items() if isinstance(unwrap(site["fn"]), GaussianProcess)]
     if not gps or any(site.get("_control_flow_done") for name, site in samples.items() if name in gps):
         return ()
     latents = [name for name in samples if name not in gps and _is_eligible(name, trace)]
-    latents = [name for name in latents if name in candidates]
+    latents = [name for name in latents if name in candidates and joint is not False]
     program = _program(model, trace, gps, latents)
     depends = {name: program.depends[number] for name, number in program.outputs.items()}
     terms = {name: found for name, found in depends.items() if name.startswith("term ")}
+    # A latent whose prior depends on several rows of a site at once.
+    terms |= {f"prior {name}": frozenset({site}) for site, names in coupled.items() for name in names}
     of_gps = {name: [depends[f"gp {name} {number}"] for number in range(4)] for name in gps}
     parents = frozenset().union(*(found for parts in of_gps.values() for found in parts))
     kinds = {name: family(name).joins for name in gps}
@@ -223,9 +236,9 @@ def find_groups(
     inside = [name for name in latents if name not in parents and not depends[f"prior {name}"].intersection(gps)]
     if joint == "auto":
         _warn_of_families(terms, [name for name in members if kinds[name] is None], inside, family)
-    named = None if joint == "auto" else _checked_names(joint, able, inside, terms, gps)
+    named = None if joint in ("auto", False) else _checked_names(joint, able, inside, terms, gps)
     if named is not None:
-        able, inside = [name for name in able if name in named], [name for name in inside if name in named]
+        able, inside = [name for name in able if name in named or name in coupled], [x for x in inside if x in named]
     groups = []
     for sites, found in _components(terms, able, inside):
         group = _group(program, depends, sites, found, inside, latents)
@@ -243,9 +256,27 @@ def find_groups(
         if size > _MOST_LATENTS and named is None:
             warnings.warn(_too_many(group, size), UserWarning, stacklevel=2)
             continue
-        if len(group.sites) + len(group.latents) > 1:
-            groups.append(group)
+        own = tuple((term, site) for site in group.sites for term in coupled.get(site, ()))
+        if own or (len(group.sites) + len(group.latents) > 1 and joint is not False):
+            groups.append(dataclasses.replace(group, coupled=own))
     return tuple(groups)
+
+
+def _coupled(
+    model: Callable[[], Any], trace: Trace, family: Callable[[str], AbstractPosteriorFamily]
+) -> dict[str, list[str]]:
+    """Terms that depend on several rows of a GP site at once, by site, where the posterior of the site can tell."""
+    gps = {
+        name: site
+        for name, site in trace.items()
+        if site["type"] == "sample" and isinstance(unwrap(site["fn"]), GaussianProcess)
+    }
+    if any(site.get("_control_flow_done") for site in gps.values()):
+        return {}
+    scales = {name: jnp.sqrt(jnp.maximum(unwrap(site["fn"]).variance, 0.0)) for name, site in gps.items()}
+    found = coupled_terms(model, trace, scales)
+    refuse(found, [name for name in found.terms if family(name).joins is None])
+    return {name: terms for name, terms in found.terms.items() if family(name).joins is not None}
 
 
 def _count_of_gps(trace: Trace) -> int:

@@ -1,7 +1,7 @@
-"""Check that each term of the model depends on one row of f, as integration by marginals requires."""
+"""Which terms of the model depend on several rows of f at once."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 import warnings
 
 import jax
@@ -13,11 +13,10 @@ import numpyro
 from numpyro import handlers
 
 from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
-from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import scaled_log_prob
 from numpyro_sgp.guides.handlers import Alone
 
-__all__ = ["check_rows_apart"]
+__all__ = ["Coupled", "coupled_terms", "refuse"]
 
 Trace = dict[str, dict[str, Any]]
 
@@ -28,17 +27,64 @@ _NUM_HALVES = 8
 _TOLERANCE = 1e-4
 
 
-def check_rows_apart(model: Callable[[], Any], trace: Trace, sites: Mapping[str, SparsePosterior]) -> None:
-    """Raise where a term of the model depends on several rows of one latent at once.
+class Coupled(NamedTuple):
+    """The terms that depend on several rows of a GP site at once.
+
+    Attributes:
+        terms: their names, by GP site; sites without any are left out.
+        is_known: whether values have confirmed it, which do not exist within `jax.jit`.
+    """
+
+    terms: dict[str, list[str]]
+    is_known: bool
+
+
+def coupled_terms(model: Callable[[], Any], trace: Trace, scales: Mapping[str, Array]) -> Coupled:
+    """Which terms of the model depend on several rows of one latent at once.
 
     Most programs of terms show that each entry depends on one row, or is a sum over rows. Where one does not, numbers
-    decide: the gradient of the log density at a row of f must stay as it is while other rows move. Within `jax.jit`
-    there are no numbers, and a warning says so. The inputs of another GP (a deep GP) are no terms.
+    decide: the log density must be a sum of functions of one row each. Within `jax.jit` there are no numbers, and such
+    a term counts as coupled. The inputs of another GP (a deep GP) are no terms.
 
     Args:
         model: with its arguments given.
-        trace: a run of the guide, with values for all latents, plates and parameters of the model.
-        sites: the GP sites in it.
+        trace: a run of it, with values for all latents, plates and parameters.
+        scales: prior standard deviations of the GP sites in it, (..., N).
+    """
+    start = {name: trace[name]["value"] for name in scales}
+
+    def entries(f: Mapping[str, Any]) -> dict[str, Array]:
+        return _entries(model, trace, {**start, **f})
+
+    several = [name for name in scales if jnp.shape(start[name])[-1] > 1]
+    unsure = {name: _unsure_terms(entries, name, start[name]) for name in several}
+    unsure = {name: terms for name, terms in unsure.items() if terms}
+    leaves = jax.tree.leaves([site["value"] for site in trace.values()] + [scales[name] for name in unsure])
+    if not unsure or not all(_is_at_hand(leaf) for leaf in leaves):
+        return Coupled(unsure, False)
+    found = {}
+    for name, terms in unsure.items():
+        f = np.asarray(start[name])
+        scale = np.broadcast_to(np.asarray(scales[name]), f.shape)
+
+        def couples(chosen: Sequence[str], name: str = name, f: np.ndarray = f, scale: np.ndarray = scale) -> bool:
+            def each(f: Array) -> list[Array]:
+                result = entries({name: f})
+                return [result[term] for term in chosen]
+
+            gradient = _compiled(jax.grad(lambda f: jnp.asarray(sum(jnp.sum(value) for value in each(f)))), f)
+            if gradient is not None and _gradients_couple(lambda f: np.asarray(gradient(f)), f, scale):
+                return True
+            values = _compiled(each, f)
+            return values is not None and _values_couple(lambda f: [np.asarray(x) for x in values(f)], f, scale)
+
+        if couples(terms):
+            found[name] = [term for term in terms if couples([term])] or terms
+    return Coupled(found, True)
+
+
+def refuse(found: Coupled, sites: Collection[str]) -> None:
+    """Raise where terms couple the rows of sites whose posteriors are integrated row by row, or warn if they may.
 
     Raises:
         ValueError: the rows of a site are coupled.
@@ -46,36 +92,12 @@ def check_rows_apart(model: Callable[[], Any], trace: Trace, sites: Mapping[str,
     Warns:
         UserWarning: the rows of a site may be coupled, and there are no numbers to tell.
     """
-    if not set(sites) <= set(trace):
-        return
-    start = {name: trace[name]["value"] for name in sites}
-
-    def entries(f: Mapping[str, Any]) -> dict[str, Array]:
-        return _entries(model, trace, {**start, **f})
-
-    several = [name for name in sites if jnp.shape(start[name])[-1] > 1]
-    unsure = {name: _coupled_terms(entries, name, start[name]) for name in several}
-    unsure = {name: terms for name, terms in unsure.items() if terms}
-    if not unsure:
-        return
-    leaves = jax.tree.leaves([site["value"] for site in trace.values()] + [q.moments.variance for q in sites.values()])
-    if not all(_is_at_hand(leaf) for leaf in leaves):
-        for name, terms in unsure.items():
-            warnings.warn(_unsure(name, terms), UserWarning, stacklevel=2)
-        return
-    for name, terms in unsure.items():
-        scale = np.sqrt(np.maximum(np.asarray(sites[name].moments.variance), 0.0))
-
-        def couples(chosen: Sequence[str], name: str = name, scale: np.ndarray = scale) -> bool:
-            def total(f: Array) -> Array:
-                found = entries({name: f})
-                return jnp.asarray(sum(jnp.sum(found[term]) for term in chosen))
-
-            gradient = _gradient(total, np.asarray(start[name]))
-            return gradient is not None and _couples(gradient, np.asarray(start[name]), scale)
-
-        if couples(terms):
-            raise ValueError(_message(name, [term for term in terms if couples([term])] or terms))
+    for name, terms in found.terms.items():
+        if name not in sites:
+            continue
+        if found.is_known:
+            raise ValueError(_message(name, terms))
+        warnings.warn(_unsure(name, terms), UserWarning, stacklevel=2)
 
 
 def _is_at_hand(leaf: Any) -> bool:
@@ -99,26 +121,27 @@ def _entries(model: Callable[[], Any], trace: Trace, f: Mapping[str, Any]) -> di
         return {name: jnp.asarray(scaled_log_prob(site)) for name, site in samples.items()}
 
 
-def _coupled_terms(entries: Callable[[Mapping[str, Any]], dict[str, Array]], name: str, start: Any) -> list[str]:
+def _unsure_terms(entries: Callable[[Mapping[str, Any]], dict[str, Array]], name: str, start: Any) -> list[str]:
     """The terms that may depend on several rows of a site at once, as far as their program shows."""
     found = row_dependence(lambda f: entries({name: f}), jnp.asarray(start))
     return [term for term, kind in found.items() if kind is Dependence.COUPLED]
 
 
-def _gradient(fn: Callable[[Array], Array], like: np.ndarray) -> Callable[[np.ndarray], np.ndarray] | None:
-    """The gradient of `fn` as one compiled program; None where it has none, or not from numbers alone."""
+def _compiled(fn: Callable[[Array], Any], like: np.ndarray) -> Callable[[np.ndarray], Any] | None:
+    """A function as one compiled program; None where it has none, or not from numbers alone."""
     try:
-        program = jax.make_jaxpr(jax.grad(fn))(like)
+        program, shape = jax.make_jaxpr(fn, return_shape=True)(like)
     except (TypeError, ValueError, NotImplementedError):
         return None  # a mistake in the model, or a loop without a reverse: the loss says so, or gets along
     if not all(_is_at_hand(leaf) for leaf in program.consts):
         return None
     # The data are arguments of the program: closed over, they would be folded while it is compiled.
-    compiled = jax.jit(lambda consts, f: eval_jaxpr(program.jaxpr, consts, f)[0])
-    return lambda f: np.asarray(compiled(program.consts, f))
+    compiled = jax.jit(lambda consts, f: eval_jaxpr(program.jaxpr, consts, f))
+    structure = jax.tree.structure(shape)
+    return lambda f: structure.unflatten(compiled(program.consts, f))
 
 
-def _couples(gradient: Callable[[np.ndarray], np.ndarray], f: np.ndarray, scale: np.ndarray) -> bool:
+def _gradients_couple(gradient: Callable[[np.ndarray], np.ndarray], f: np.ndarray, scale: np.ndarray) -> bool:
     """Whether the gradient at rows of a latent moves with other rows of the same latent.
 
     One latent moves at a time: a term may look at one row of one latent and at another row of another.
@@ -138,6 +161,31 @@ def _couples(gradient: Callable[[np.ndarray], np.ndarray], f: np.ndarray, scale:
             size = np.sqrt(np.mean(np.square(old[known])))
             if np.any((np.abs(new - old) > _TOLERANCE * (np.abs(old) + size))[latent] & ~half):
                 return True
+    return False
+
+
+def _values_couple(values: Callable[[np.ndarray], list[np.ndarray]], f: np.ndarray, scale: np.ndarray) -> bool:
+    """Whether entries are no sums of functions of one row each, which no `stop_gradient` or rounding can hide.
+
+    For such a sum the change by two halves of the rows together is that by the one and by the other.
+    """
+    rng = np.random.default_rng(0)
+    for latent in np.ndindex(f.shape[:-1]):
+        for _ in range(_NUM_HALVES):
+            half = rng.uniform(size=f.shape[-1]) < 0.5
+            start, end = (f + scale * rng.normal(size=f.shape) for _ in range(2))
+            points = []
+            for first, second in ((start, start), (end, end), (end, start), (start, end)):
+                moved = start.copy()
+                moved[latent] = np.where(half, first, second)[latent]
+                points.append(values(moved.astype(f.dtype)))
+            for a, b, c, d in zip(*points, strict=True):
+                known = np.isfinite(a) & np.isfinite(b) & np.isfinite(c) & np.isfinite(d)
+                a, b, c, d = (np.where(known, each, 0.0).astype(float) for each in (a, b, c, d))
+                size = np.abs(a) + np.abs(b) + np.abs(c) + np.abs(d)
+                size = np.maximum(size, np.mean(size))
+                if np.any(np.abs(a + b - c - d) > _TOLERANCE * size):
+                    return True
     return False
 
 

@@ -302,7 +302,10 @@ class JointExpectation:
         moving[run.places(term.linear)] = 1.0
         rows = {site: run.rows[site] for site in term.sites}
         has_effects = effects in self.program.depends[root.number]
-        return run.gaussian.of_predictor(of, (f, w), rows, jnp.asarray(moving, w.dtype), has_effects=has_effects)
+        coupled = {site: run.prior_covariance(site) for site in term.sites if (term.name, site) in run.group.coupled}
+        return run.gaussian.of_predictor(
+            of, (f, w), rows, jnp.asarray(moving, w.dtype), has_effects=has_effects, covariances=coupled
+        )
 
     def _integrate(
         self, term: _Term, known: Mapping[int, tuple[Predictor, Columns]], latents: _Latents, rng_key: Array
@@ -415,7 +418,12 @@ class JointExpectation:
                 second = Columns(*(spread(each, other, 1) for each in c2))
                 prior = jnp.asarray(
                     sum(
-                        jnp.sum(spread(a, one, 0) * spread(b, other, 1), axis=0)
+                        jnp.einsum(
+                            "p...f,p...g->...fg",
+                            one.arranged(a, ndim),
+                            other.arranged(b, ndim),
+                            precision=jax.lax.Precision.HIGHEST,
+                        )
                         for (a, _), (_, b) in zip(p.parts, p2.parts, strict=True)
                     )
                 )

@@ -282,6 +282,27 @@ def _floored_backward(floor: float, _: None, g: Array) -> tuple[Array]:
 _floored.defvjp(_floored_forward, _floored_backward)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def floored_matrix(delta_covariance: Array, floor: float) -> Array:
+    """As `_floored`, for covariances between the numbers of an entry, (..., F, F): no eigenvalue is below floor/2."""
+    del floor
+    return delta_covariance
+
+
+def _floored_matrix_forward(delta_covariance: Array, floor: float) -> tuple[Array, None]:
+    del floor
+    return delta_covariance, None
+
+
+def _floored_matrix_backward(floor: float, _: None, g: Array) -> tuple[Array]:
+    eigenvalues, V = jnp.linalg.eigh(0.5 * (g + jnp.swapaxes(g, -1, -2)))
+    scaled = V * jnp.maximum(eigenvalues, 0.5 * floor)[..., None, :]  # NaN stays NaN
+    return (matmul(scaled, jnp.swapaxes(V, -1, -2)),)
+
+
+floored_matrix.defvjp(_floored_matrix_forward, _floored_matrix_backward)
+
+
 def perturb_marginals(
     perturbed: Perturbed,
     a: Array | None,

@@ -23,7 +23,7 @@ from numpyro_sgp.posteriors.dual.formulas import natural_mean_and_root, natural_
 from numpyro_sgp.posteriors.dual.tied import tied, tied_mean_and_root
 from numpyro_sgp.posteriors.joint.effects import Eliminated, Loading, eliminated
 from numpyro_sgp.posteriors.moments import roots_of, whiten
-from numpyro_sgp.posteriors.natural_parameters import Perturbed, perturb_kl, perturb_marginals
+from numpyro_sgp.posteriors.natural_parameters import Perturbed, floored_matrix, perturb_kl, perturb_marginals
 
 __all__ = ["Columns", "JointGaussian", "Rows", "gaussian_prior", "stacked"]
 
@@ -51,6 +51,7 @@ class Columns(NamedTuple):
         h: the vectors that the sites sum, (D, E).
         coefficient: of the effect of a group in each of them, (E,).
         index: which effect that is, (E,).
+        unperturbed: the variance without its perturbation, (E,).
     """
 
     mean: Array
@@ -60,6 +61,7 @@ class Columns(NamedTuple):
     h: Array
     coefficient: Array
     index: Array
+    unperturbed: Array
 
     @property
     def loading(self) -> Loading:
@@ -151,10 +153,10 @@ class JointGaussian:
             kl = kl + rest.divergence(self.effect_variance, mean[E:], T[:, E:])
             mean, variance, T = mean[:E] + share * rest.linear[g], variance[:E], T[:, :E]
             A, h = A[:, :E] + share * A[:, E:][:, g], h[:, :E] + share * rest.C[:, g]
-        h = jax.lax.stop_gradient(h)
+        h, unperturbed = jax.lax.stop_gradient(h), variance
         if isinstance(self.value, Perturbed):
             mean, variance, kl = self._perturbed(mean, variance, kl, h, loading, moved, rest)
-        return Columns(mean, variance, A, T, h, *loading), kl
+        return Columns(mean, variance, A, T, h, *loading, unperturbed), kl
 
     def _perturbed(
         self,
@@ -185,7 +187,7 @@ class JointGaussian:
         return *perturb_marginals(self.value, h, mean, variance, extra=extra), kl
 
     def covariance(self, one: Columns, other: Columns, prior: ArrayLike) -> Array:
-        """Cov(η, η') of predictors whose axes broadcast.
+        """Cov(η, η') of predictors whose axes broadcast, with its perturbation.
 
         Args:
             one: predictors η.
@@ -193,19 +195,24 @@ class JointGaussian:
             prior: their prior covariance without the effects of groups.
         """
         result = jnp.asarray(prior) - jnp.sum(one.A * other.A, axis=0) + jnp.sum(one.T * other.T, axis=0)
-        both = jnp.where(one.index == other.index, one.coefficient * other.coefficient, 0.0)
         if self.effects is not None:
+            both = jnp.where(one.index == other.index, one.coefficient * other.coefficient, 0.0)
             precision = 1.0 / self.effect_variance + value_of(self.effects).Lambda2[:, 0]
             result = result + both / precision[one.index]
+        return result + self.perturbation_of_covariance(one, other)
+
+    def perturbation_of_covariance(self, one: Columns, other: Columns) -> Array:
+        """What Cov(η, η') changes by with a perturbation of the expectation parameters: zero."""
         if not isinstance(self.value, Perturbed):
-            return result
-        both, one, other = jax.lax.stop_gradient((both, one, other))
+            return jnp.zeros((), one.mean.dtype)
+        one, other = jax.lax.stop_gradient((one, other))
         epsilon1, epsilon2 = self.value.zero.epsilon1, self.value.zero.epsilon2
         # Symmetric, so that its gradient is.
         moved = jnp.tensordot(0.5 * (epsilon2 + epsilon2.T), other.h, axes=1)
         second = jnp.sum(one.h * moved, axis=0)
         first = [jnp.tensordot(epsilon1, each.h, axes=1) for each in (one, other)]
         if self.effects is not None:
+            both = jnp.where(one.index == other.index, one.coefficient * other.coefficient, 0.0)
             zero = self.effects.zero
             first = [
                 value + each.coefficient * zero.epsilon1[each.index]
@@ -216,7 +223,12 @@ class JointGaussian:
                 for a, b in ((one, other), (other, one))
             ]
             second = second + 0.5 * (crossed[0] + crossed[1]) + both * zero.epsilon2[one.index, 0]
-        return result + second - one.mean * first[1] - other.mean * first[0]
+        return second - one.mean * first[1] - other.mean * first[0]
+
+    def floored(self, perturbation: Array) -> Array:
+        """The perturbation of covariances (..., F, F); the direction that is asked for is positive semi-definite."""
+        floor = self.value.zero.floor if isinstance(self.value, Perturbed) else None
+        return perturbation if floor is None else floored_matrix(perturbation, floor)
 
     def whitened(self, effects: Array | None = None) -> tuple[Array, Array, Array]:
         """L with L Lᵀ = K, and mean (D,) and root (D, D) of the covariance of L⁻¹z.
@@ -268,6 +280,7 @@ class JointGaussian:
         moving: Array,
         *,
         has_effects: bool,
+        covariances: Mapping[str, Array] | None = None,
     ) -> "Predictor":
         """The columns of an affine predictor η(f, w), whatever its coefficients are.
 
@@ -275,12 +288,14 @@ class JointGaussian:
 
         Args:
             predictor: η as a function of values of f by site, (C, N) each, of w, and of the effects of groups in their
-                units, (G,);
-                each entry depends on one row of each latent and on one effect.
+                units, (G,); each entry depends on one effect, and on one row of each latent of a site without an entry
+                in `covariances`.
             at: where to linearise.
             rows: the sites that it depends on.
             moving: 1 for each number of w that it is affine in, 0 for those that are fixed, (P,).
             has_effects: whether it depends on effects of groups.
+            covariances: prior covariance between the rows of a site, (C, N, N), by site, where several rows of it meet
+                in an entry of the term that the predictor is for.
         """
         f, w = at
         e = jnp.zeros_like(self.effect_variance)
@@ -296,6 +311,9 @@ class JointGaussian:
             one_hot = jnp.eye(C, dtype=Kuf.dtype)[:, :, None]
             tangents = (one_hot[:, None] * Kuf[:, :, None, :]).reshape(C * M, C, -1)
             k = k.at[start : start + C * M].set(jax.vmap(push)(tangents))
+            if covariances is not None and site in covariances:
+                parts.append(_of_all_rows(push, covariances[site], value.size))
+                continue
             shape = (C, C, kff.shape[-1])
             parts.append((jax.vmap(push)(jnp.broadcast_to(one_hot, shape)), jax.vmap(push)(one_hot * kff[:, None, :])))
         if self.num_latents:
@@ -316,14 +334,38 @@ class JointGaussian:
         return Predictor(value, k, parts, Loading(c, jnp.rint(jax.lax.stop_gradient(numbered)).astype(int)))
 
 
+# The most entries of the matrix of a linear map from the rows of a site.
+_MOST_COEFFICIENTS = 2**25
+
+
+def _of_all_rows(push: Callable[[Array], Array], K: Array, size: int) -> tuple[Array, Array]:
+    """The matrix J of a linear map of f, and K J, (C N, ...) each.
+
+    Args:
+        push: the map, of (C, N).
+        K: prior covariance of f, (C, N, N).
+        size: how many numbers it makes.
+    """
+    C, N, _ = K.shape
+    if C * N * size > _MOST_COEFFICIENTS:
+        msg = (
+            f"A term depends on {C * N} values of a GP site through {size} numbers, and its matrix would have "
+            f"{C * N * size} entries. Give the site these sums as inputs (`numpyro_sgp.functionals`), or subsample."
+        )
+        raise ValueError(msg)
+    J = jax.vmap(push)(jnp.eye(C * N, dtype=K.dtype).reshape(C * N, C, N))
+    KJ = matmul(K, J.reshape(C, N, -1)).reshape(J.shape)
+    return J, KJ
+
+
 class Predictor(NamedTuple):
     """An affine predictor: its value where it was linearised, and what its prior covariances are made of.
 
     Attributes:
         value: (...).
         k: prior covariances with z, (D, ...).
-        parts: pairs of coefficients and of coefficients times prior variances, of independent variables other than
-            effects of groups.
+        parts: pairs of coefficients and of prior covariances times these, of independent groups of variables other
+            than effects of groups.
         loading: the effect in each entry.
     """
 
