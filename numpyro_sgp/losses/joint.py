@@ -5,8 +5,7 @@ quadrature, row by row. Latents that enter in another way (a scale, a degree of 
 nodes of their own, and the predictors given each of these.
 """
 
-from collections.abc import Callable, Collection, Mapping
-import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,13 +14,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
 
-from numpyro_sgp._internal.axis_dependence import MIXED, axes_of
 from numpyro_sgp._internal.predictors import Program, traced
-from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
 from numpyro_sgp.distributions.traces import Trace, scaled_log_prob
 from numpyro_sgp.guides.handlers import is_missing_outcome
 from numpyro_sgp.guides.joint import JointRun, expected_reference
 from numpyro_sgp.guides.members import log_densities
+from numpyro_sgp.losses.terms import Root, Term, Terms
 from numpyro_sgp.math.linalg import cholesky, solve_lower
 from numpyro_sgp.math.quadrature import product_grid, spherical_radial
 from numpyro_sgp.posteriors.joint.effects import Loading
@@ -32,61 +30,6 @@ __all__ = ["JointExpectation"]
 
 # Nodes for one latent that is not in a linear predictor, for each of two, and the most latents that have nodes.
 _NODES_OF_ONE, _NODES_OF_TWO, _MOST_WITH_NODES = 8, 5, 32
-
-
-class _Root(NamedTuple):
-    """A linear predictor of a term.
-
-    Attributes:
-        number: of the variable in the program.
-        shape: of the variable.
-        rows: its axes along which entries of the term look at one entry each.
-        others: its other axes: each entry of the term looks at all entries along them.
-    """
-
-    number: int
-    shape: tuple[int, ...]
-    rows: tuple[int, ...]
-    others: tuple[int, ...]
-
-    @property
-    def row_shape(self) -> tuple[int, ...]:
-        return tuple(self.shape[axis] for axis in self.rows)
-
-    @property
-    def count(self) -> int:
-        """How many numbers of it an entry of the term looks at."""
-        return math.prod(self.shape[axis] for axis in self.others)
-
-    def arranged(self, x: Array, ndim: int) -> Array:
-        """(..., rows, count) of (..., shape), with as many row axes as asked for."""
-        lead = x.ndim - len(self.shape)
-        order = (*range(lead), *(lead + axis for axis in (*self.rows, *self.others)))
-        pad = (1,) * (ndim - len(self.rows))
-        return jnp.transpose(x, order).reshape(*x.shape[:lead], *pad, *self.row_shape, self.count)
-
-    def restored(self, x: Array) -> Array:
-        """The inverse of `arranged`, (shape) of (rows, count)."""
-        x = x.reshape(*self.row_shape, *(self.shape[axis] for axis in self.others))
-        return jnp.transpose(x, np.argsort((*self.rows, *self.others)).tolist())
-
-
-class _Term(NamedTuple):
-    """How a term of the model is integrated.
-
-    Attributes:
-        name: of the output.
-        roots: its linear predictors, those with the fewest row axes first.
-        sites: GP sites that these depend on.
-        linear: the latents in them.
-        nodes: the latents that have nodes of their own.
-    """
-
-    name: str
-    roots: tuple[_Root, ...]
-    sites: tuple[str, ...]
-    linear: tuple[str, ...]
-    nodes: tuple[str, ...]
 
 
 class _Latents(NamedTuple):
@@ -154,6 +97,7 @@ class JointExpectation:
 
         start = {**means, **run.unflattened(run.gaussian.offset), **self._no_effects()}
         self.program: Program = traced(terms, start)
+        self.terms = Terms(run, self.program)
         members = {*group.sites, *latents}
         self.names = [name for name, number in self.program.outputs.items() if self.program.depends[number] & members]
         self.own = own
@@ -170,7 +114,7 @@ class JointExpectation:
         """
         run = self.run
         gaussian = run.gaussian
-        terms = [self._term(name) for name in self.names]
+        terms = [self.terms.term(name) for name in self.names]
         # All columns that do not move with nodes share one factorisation.
         needed = run.places({*self.own, *(name for term in terms for name in term.nodes)})
         k, variance = gaussian.of_latents()
@@ -210,81 +154,7 @@ class JointExpectation:
             result = result + self._integrate(term, known, latents, jax.random.fold_in(self.rng_key, number))
         return result
 
-    # How a term is integrated, found from its program.
-
-    def _term(self, name: str) -> _Term:
-        found = self.program.depends[self.program.outputs[name]]
-        sites = tuple(site for site in self.run.group.sites if site in found)
-        latents = [latent for latent in self.run.group.latents if latent in found]
-        size = {latent: np.size(self.program.starts[latent]) for latent in latents}
-        linear, roots = [], self._roots(name, sites) or ()
-        for latent in sorted(latents, key=lambda latent: -size[latent]):
-            more = self._roots(name, (*sites, *linear, latent))
-            if more is not None and self._count(more) <= max(2, self._count(roots)):
-                linear.append(latent)
-                roots = more
-        nodes = tuple(latent for latent in latents if latent not in linear)
-        if self.run.group.effects in nodes:
-            msg = (
-                f"The effects {self.run.group.effects!r} enter the term {name!r} beside more than two linear "
-                "predictors. Use `joint=False`, or name the members of the joint posterior without them."
-            )
-            raise ValueError(msg)
-        return _Term(name, roots, sites, tuple(linear), nodes)
-
-    @staticmethod
-    def _count(roots: tuple[_Root, ...]) -> int:
-        return sum(root.count for root in roots)
-
-    def _roots(self, name: str, variable: Collection[str]) -> tuple[_Root, ...] | None:
-        """The linear predictors of a term while some inputs vary, or None where latents alone make one that is shared.
-
-        Raises:
-            ValueError: predictors whose rows do not correspond.
-        """
-        program = self.program
-        numbers = program.roots(name, variable)
-        values = dict(zip(numbers, program.evaluate(numbers, program.starts), strict=True))
-        roots, places = [], {}
-        for number in numbers:
-            value = jnp.asarray(values[number])
-
-            def term(x: Array, number: int = number) -> Array:
-                given = {**values, number: x}
-                return program.evaluate([program.outputs[name]], program.starts, given)[0]
-
-            rows = [(axis, self._place(term, value, axis)) for axis in range(value.ndim)]
-            row_axes = tuple(axis for axis, place in rows if place is not None)
-            others = tuple(axis for axis, place in rows if place is None)
-            root = _Root(number, value.shape, row_axes, others)
-            if not program.depends[number] & set(self.run.group.sites) and (root.count > 1 or not row_axes):
-                return None
-            for position, place in enumerate(reversed([place for _, place in rows if place is not None])):
-                if places.setdefault(position, place) != place:
-                    if set(variable) <= set(self.run.group.sites):
-                        msg = (
-                            f"The term {name!r} looks at the linear predictors of GP sites along different axes. "
-                            "Write it with one order of axes, or use `joint=False`."
-                        )
-                        raise ValueError(msg)
-                    return None
-            roots.append(root)
-        return tuple(sorted(roots, key=lambda root: len(root.rows)))
-
-    @staticmethod
-    def _place(term: Callable[[Array], Array], value: Array, axis: int) -> int | None:
-        """The axis of a term that corresponds to an axis of a predictor, 0 for a sum over it; None for neither."""
-        if value.shape[axis] == 1:
-            return None
-        place = axes_of(term, value, axis - value.ndim)
-        if place not in (None, MIXED):
-            return place
-        moved = row_dependence(lambda x: term(jnp.moveaxis(x, -1, axis)), jnp.moveaxis(value, axis, -1))
-        return 0 if moved in (Dependence.NONE, Dependence.SUM) else None
-
-    # Integration.
-
-    def _predictor(self, term: _Term, root: _Root, w: Array) -> Predictor:
+    def _predictor(self, term: Term, root: Root, w: Array) -> Predictor:
         """A linear predictor with the latents that have nodes at their values in w."""
         run = self.run
         shapes = {site: (run.gaussian.spans[site][1], -1) for site in term.sites}
@@ -308,7 +178,7 @@ class JointExpectation:
         )
 
     def _integrate(
-        self, term: _Term, known: Mapping[int, tuple[Predictor, Columns]], latents: _Latents, rng_key: Array
+        self, term: Term, known: Mapping[int, tuple[Predictor, Columns]], latents: _Latents, rng_key: Array
     ) -> Array:
         run, gaussian = self.run, self.run.gaussian
         index = run.places(term.nodes)
@@ -340,7 +210,7 @@ class JointExpectation:
 
     def _given_nodes(
         self,
-        term: _Term,
+        term: Term,
         known: Mapping[int, tuple[Predictor, Columns]],
         node: tuple[Columns, Array, Array] | None,
         w: Array,
@@ -392,7 +262,7 @@ class JointExpectation:
 
     def _covariances(
         self,
-        term: _Term,
+        term: Term,
         found: Mapping[int, tuple[Predictor, Columns]],
         gains: Mapping[int, Array],
         ndim: int,
@@ -406,7 +276,7 @@ class JointExpectation:
                 variance = variance - jnp.sum(gains[root.number] ** 2, axis=0)
             return root.arranged(variance, ndim)[..., None]
 
-        def spread(x: Array, root: _Root, place: int) -> Array:
+        def spread(x: Array, root: Root, place: int) -> Array:
             return jnp.expand_dims(root.arranged(x, ndim), -1 - place)
 
         rows = []
@@ -441,7 +311,7 @@ class JointExpectation:
         rows = [[jnp.broadcast_to(block, (*shape, *block.shape[-2:])) for block in row] for row in rows]
         return jnp.concatenate([jnp.concatenate(row, axis=-1) for row in rows], axis=-2)
 
-    def _rows(self, term: _Term, ndim: int, covariance: Array, rng_key: Array) -> tuple[Array, Array]:
+    def _rows(self, term: Term, ndim: int, covariance: Array, rng_key: Array) -> tuple[Array, Array]:
         """Displacements of the predictors from their means, (K, rows, F), and weights, (K,)."""
         F, dtype = covariance.shape[-1], covariance.dtype
         if F <= 2:
