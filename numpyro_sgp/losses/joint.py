@@ -247,6 +247,7 @@ class JointExpectation:
                 means[root.number] = means[root.number] + jnp.tensordot(xi, gain, axes=1)
         blocks = self._covariances(term, found, gains, ndim)
         z, weights = self._rows(term, ndim, blocks, rng_key)
+        sampled = blocks.shape[-1] > 2 and all(len(root.rows) == ndim for root in term.roots)
 
         def at(z: Array) -> Array:
             given, start = {}, 0
@@ -258,7 +259,13 @@ class JointExpectation:
                 start += root.count
             return jnp.sum(program.evaluate([program.outputs[term.name]], inputs, given)[0])
 
-        return jnp.sum(weights * jax.vmap(at)(z))
+        if not sampled:
+            return jnp.sum(weights * jax.vmap(at)(z))
+        # A quadratic function is a control variate: draws are for the rest. Pairs of draws have no odd part.
+        other, _ = self._rows(term, ndim, blocks, jax.random.fold_in(rng_key, 1))
+        H = jax.lax.stop_gradient(jnp.mean(jax.lax.map(lambda z: _hessian(at, z), other), axis=0))
+        rest = jax.vmap(lambda z: at(z) - 0.5 * jnp.einsum("...f,...fg,...g->", z, H, z))(z)
+        return jnp.sum(weights * rest) + 0.5 * jnp.sum(H * blocks)
 
     def _covariances(
         self,
@@ -279,9 +286,10 @@ class JointExpectation:
         def spread(x: Array, root: Root, place: int) -> Array:
             return jnp.expand_dims(root.arranged(x, ndim), -1 - place)
 
-        rows = []
+        sampled = sum(root.count for root in term.roots) > 2
+        rows, perturbations = [], []
         for one in term.roots:
-            row = []
+            row, moved = [], []
             for other in term.roots:
                 (p, c), (p2, c2) = found[one.number], found[other.number]
                 first = Columns(*(spread(each, one, 0) for each in c))
@@ -297,19 +305,22 @@ class JointExpectation:
                         for (a, _), (_, b) in zip(p.parts, p2.parts, strict=True)
                     )
                 )
-                block = gaussian.covariance(first, second, prior)
+                block = gaussian.covariance(first, second, prior, perturbed=not sampled)
+                if sampled:
+                    moved.append(jnp.broadcast_to(gaussian.perturbation_of_covariance(first, second), block.shape))
                 if one is other:
-                    # Variances have a floor on the precision of a datum; covariances have none.
+                    # Two numbers have a floor on the precision of a datum each, more have one for all together.
                     own = jnp.arange(one.count)
-                    block = block.at[..., own, own].set(one.arranged(c.variance, ndim))
+                    variance = c.unperturbed if sampled else c.variance
+                    block = block.at[..., own, own].set(one.arranged(variance, ndim))
                 if gains:
                     both = spread(gains[one.number], one, 0) * spread(gains[other.number], other, 1)
                     block = block - jnp.sum(both, axis=0)
                 row.append(block)
             rows.append(row)
-        shape = np.broadcast_shapes(*(block.shape[:-2] for row in rows for block in row))
-        rows = [[jnp.broadcast_to(block, (*shape, *block.shape[-2:])) for block in row] for row in rows]
-        return jnp.concatenate([jnp.concatenate(row, axis=-1) for row in rows], axis=-2)
+            perturbations.append(moved)
+        covariance = _joined(rows)
+        return covariance + gaussian.floored(_joined(perturbations)) if sampled else covariance
 
     def _rows(self, term: Term, ndim: int, covariance: Array, rng_key: Array) -> tuple[Array, Array]:
         """Displacements of the predictors from their means, (K, rows, F), and weights, (K,)."""
@@ -332,3 +343,21 @@ class JointExpectation:
         noise = jnp.concatenate([half, -half])
         z = jnp.sum(L * noise[..., None, :], axis=-1)
         return z, jnp.full(self.num_samples, 1.0 / self.num_samples, dtype)
+
+
+def _hessian(fn: Callable[[Array], Array], at: Array) -> Array:
+    """Second derivatives, (rows, F, F), of a sum of functions of one row each, (rows, F)."""
+
+    def column(d: Array) -> Array:
+        tangent = jnp.zeros_like(at).at[..., d].set(1.0)
+        return jax.jvp(jax.grad(fn), (at,), (tangent,))[1]
+
+    F = at.shape[-1]
+    return jnp.moveaxis(jax.lax.map(column, jnp.arange(F), batch_size=min(F, 32)), 0, -1)
+
+
+def _joined(blocks: list[list[Array]]) -> Array:
+    """Blocks of covariances side by side, (rows, F, F)."""
+    shape = np.broadcast_shapes(*(block.shape[:-2] for row in blocks for block in row))
+    blocks = [[jnp.broadcast_to(block, (*shape, *block.shape[-2:])) for block in row] for row in blocks]
+    return jnp.concatenate([jnp.concatenate(row, axis=-1) for row in blocks], axis=-2)

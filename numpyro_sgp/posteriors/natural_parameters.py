@@ -34,6 +34,7 @@ __all__ = [
     "Perturbation",
     "Perturbed",
     "TiedSites",
+    "floored_matrix",
     "perturb_kl",
     "perturb_marginals",
 ]

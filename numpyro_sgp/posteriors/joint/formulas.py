@@ -186,20 +186,21 @@ class JointGaussian:
             extra = c * zero.epsilon1[g], quadratic
         return *perturb_marginals(self.value, h, mean, variance, extra=extra), kl
 
-    def covariance(self, one: Columns, other: Columns, prior: ArrayLike) -> Array:
-        """Cov(η, η') of predictors whose axes broadcast, with its perturbation.
+    def covariance(self, one: Columns, other: Columns, prior: ArrayLike, *, perturbed: bool = True) -> Array:
+        """Cov(η, η') of predictors whose axes broadcast.
 
         Args:
             one: predictors η.
             other: predictors η'.
             prior: their prior covariance without the effects of groups.
+            perturbed: whether it moves with a perturbation of the expectation parameters.
         """
         result = jnp.asarray(prior) - jnp.sum(one.A * other.A, axis=0) + jnp.sum(one.T * other.T, axis=0)
         if self.effects is not None:
             both = jnp.where(one.index == other.index, one.coefficient * other.coefficient, 0.0)
             precision = 1.0 / self.effect_variance + value_of(self.effects).Lambda2[:, 0]
             result = result + both / precision[one.index]
-        return result + self.perturbation_of_covariance(one, other)
+        return result + self.perturbation_of_covariance(one, other) if perturbed else result
 
     def perturbation_of_covariance(self, one: Columns, other: Columns) -> Array:
         """What Cov(η, η') changes by with a perturbation of the expectation parameters: zero."""
