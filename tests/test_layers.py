@@ -27,6 +27,7 @@ LAYERS = [
     "posteriors/dual/tied",
     "posteriors/joint/effects",
     "posteriors/joint/formulas",
+    "posteriors/joint/independent",
     "posteriors/decoupled/formulas",
     "posteriors/weight_space/formulas",
     "posteriors/weight_space/stale",

@@ -42,6 +42,8 @@ class SparsePosterior(dist.Distribution):
     pytree_aux_fields = ("joint",)
     # Of a posterior that is joint with other sites: the Gaussian of all of them, q(u) of this one, and a draw of it.
     joint_run: Any = None
+    # Of a posterior of its own, if terms depend on several rows: what a loss asks.
+    independent_run: Any = None
     gaussian: Any = None
     drawn: Any = None
 

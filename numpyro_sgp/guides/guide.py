@@ -29,6 +29,7 @@ from numpyro_sgp.guides.handlers import (
     SwapGaussianProcesses,
     is_missing_outcome,
 )
+from numpyro_sgp.guides.independent import IndependentRun
 from numpyro_sgp.guides.joint import JointRun
 from numpyro_sgp.guides.members import Group, Joint, checked_joint, find_groups, first_run
 from numpyro_sgp.guides.parameters import SiteParameters, parameter, with_candidates
@@ -197,18 +198,25 @@ class AbstractAutoSparseGP(AutoGuide):
 
         return parameter(f"{self.prefix}_latents", find, predicting)
 
-    def _prepared(self, predicting: bool, args: tuple, kwargs: dict) -> tuple[dict[str, dict], dict[str, JointRun]]:
+    def _prepared(
+        self, predicting: bool, args: tuple, kwargs: dict
+    ) -> tuple[dict[str, dict], dict[str, Any]]:
         return self._joint_runs(*self._run_base(predicting, args, kwargs), predicting, args, kwargs)
 
     def _joint_runs(
         self, base_trace: dict[str, dict], groups: tuple[Group, ...], predicting: bool, args: tuple, kwargs: dict
-    ) -> tuple[dict[str, dict], dict[str, JointRun]]:
+    ) -> tuple[dict[str, dict], dict[str, Any]]:
         """The joint posteriors given the base guide's values, by GP site, and these values with those drawn."""
+        runs: dict[str, Any] = {}
+        for group in groups:
+            if self.family(group.sites[0]).joins is None:
+                runs.update(dict.fromkeys(group.sites, IndependentRun(group)))
+        groups = tuple(group for group in groups if group.sites[0] not in runs)
         if not groups:
-            return base_trace, {}
+            return base_trace, runs
         given, swap = GivenGaussianProcesses(0.0), SwapGaussianProcesses(base_trace, _no_posterior, True)
         trace = first_run(lambda: self.model(*args, **kwargs), swap, given)
-        base_trace, runs = dict(base_trace), {}
+        base_trace = dict(base_trace)
         for group in groups:
             run = JointRun(group, trace, lambda: self.model(*args, **kwargs), self.family, self.prefix, predicting)
             base_trace.update(run.latents)
@@ -218,7 +226,7 @@ class AbstractAutoSparseGP(AutoGuide):
     def _run_model(
         self,
         base_trace: dict[str, dict],
-        runs: dict[str, JointRun],
+        runs: dict[str, Any],
         predicting: bool,
         args: tuple,
         kwargs: dict,
@@ -227,8 +235,9 @@ class AbstractAutoSparseGP(AutoGuide):
     ) -> tuple[dict[str, dict], dict[str, SparsePosterior]]:
         def posterior(site: str, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
             try:
-                if site in runs:
-                    return runs[site].posterior(site, prior, batch_shape)
+                run = runs.get(site)
+                if isinstance(run, JointRun):
+                    return run.posterior(site, prior, batch_shape)
                 param = SiteParameters(site, self.prefix, predicting)
                 moments = self.family(site).moments(param, prior, batch_shape)
                 if param.growing:
@@ -236,7 +245,11 @@ class AbstractAutoSparseGP(AutoGuide):
             except (TypeError, ValueError) as error:
                 error.add_note(f"This was at the GP site {site!r}.")
                 raise
-            return SparsePosterior(prior, moments, batch_shape, joint=predicting)
+            q = SparsePosterior(prior, moments, batch_shape, joint=predicting or run is not None)
+            if run is not None:
+                run.add(site, q)
+                q.independent_run = run
+            return q
 
         swap = SwapGaussianProcesses(base_trace, posterior, predicting, joint=joint)
         with handlers.trace() as trace, handlers.block(hide_fn=swap.hides), swap:

@@ -29,7 +29,7 @@ from numpyro_sgp.math.linalg import cholesky, matmul, matvec, matvec_transposed,
 from numpyro_sgp.posteriors.dual.tied import shared_covariance
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, inducing_param, refuse_growing
 from numpyro_sgp.posteriors.gaussian import InducingGaussian
-from numpyro_sgp.posteriors.joint.formulas import JointGaussian, Rows, gaussian_prior, stacked
+from numpyro_sgp.posteriors.joint.formulas import JointGaussian, Rows, gaussian_prior, prior_covariance, stacked
 from numpyro_sgp.posteriors.moments import Moments, Roots, moments, roots_of
 from numpyro_sgp.posteriors.natural_parameters import EffectSites, JointSites
 
@@ -303,10 +303,7 @@ class JointRun:
         """Cov[f(X)] of the prior for each latent of a site, (C, N, N)."""
         if site not in self._covariances:
             prior, batch_shape = self.priors[site]
-            K = prior.kernel(prior.X, prior.X)
-            N = K.shape[-1]
-            K = K.at[..., np.arange(N), np.arange(N)].set(prior.kernel(prior.X))
-            self._covariances[site] = jnp.broadcast_to(K, (*batch_shape, N, N)).reshape(-1, N, N)
+            self._covariances[site] = prior_covariance(prior.kernel, prior.X, batch_shape)
         return self._covariances[site]
 
     def draw(self, site: str, q: SparsePosterior, rng_key: Array, *, joint: bool) -> Array:

@@ -27,7 +27,7 @@ from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.traces import Trace, scaled_log_prob
 from numpyro_sgp.distributions.wrappers import unwrap
 from numpyro_sgp.guides.handlers import Alone, CheckedPlates, GivenGaussianProcesses, UnchangedState
-from numpyro_sgp.guides.row_dependence import coupled_terms, refuse
+from numpyro_sgp.guides.row_dependence import Coupled, coupled_terms, refuse
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
 
 __all__ = [
@@ -214,13 +214,16 @@ def find_groups(
         UserWarning: latents that are left out; terms that may depend on several rows of such a site.
     """
     trace = first_run(model, handlers.substitute(data=dict(values)), GivenGaussianProcesses(0.0))
-    coupled = _coupled(model, trace, family)
+    found = _coupled(model, trace)
+    coupled = found.terms
     if not coupled and (joint is False or (not any(name in trace for name in candidates) and _count_of_gps(trace) < 2)):
         return ()
     samples = {name: site for name, site in trace.items() if site["type"] == "sample" and not site["is_observed"]}
     gps = [name for name, site in samples.items() if isinstance(unwrap(site["fn"]), GaussianProcess)]
     if not gps or any(site.get("_control_flow_done") for name, site in samples.items() if name in gps):
         return ()
+    refuse(found, [name for name in coupled if not family(name).couples_rows])
+    coupled = {name: terms for name, terms in coupled.items() if family(name).couples_rows}
     latents = [name for name in samples if name not in gps and _is_eligible(name, trace)]
     latents = [name for name in latents if name in candidates and joint is not False]
     program = _program(model, trace, gps, latents)
@@ -238,10 +241,10 @@ def find_groups(
         _warn_of_families(terms, [name for name in members if kinds[name] is None], inside, family)
     named = None if joint in ("auto", False) else _checked_names(joint, able, inside, terms, gps)
     if named is not None:
-        able, inside = [name for name in able if name in named or name in coupled], [x for x in inside if x in named]
+        able, inside = [name for name in able if name in named], [name for name in inside if name in named]
     groups = []
-    for sites, found in _components(terms, able, inside):
-        group = _group(program, depends, sites, found, inside, latents)
+    for sites, others in _components(terms, able, inside) if joint is not False else ():
+        group = _group(program, depends, sites, others, inside, latents)
         beside = frozenset().union(*(term for term in terms.values() if term.intersection(sites))).intersection(gps)
         if beside - set(able) or len({kinds[site] for site in group.sites}) > 1:
             if named is not None:
@@ -256,27 +259,31 @@ def find_groups(
         if size > _MOST_LATENTS and named is None:
             warnings.warn(_too_many(group, size), UserWarning, stacklevel=2)
             continue
-        own = tuple((term, site) for site in group.sites for term in coupled.get(site, ()))
-        if own or (len(group.sites) + len(group.latents) > 1 and joint is not False):
-            groups.append(dataclasses.replace(group, coupled=own))
-    return tuple(groups)
+        if len(group.sites) + len(group.latents) > 1:
+            groups.append(group)
+    taken = {site for group in groups for site in group.sites}
+    free = [name for name in members if name not in taken and family(name).couples_rows]
+    for sites, _ in _components(terms, free, []):
+        beside = frozenset().union(*(term for term in terms.values() if term.intersection(sites))).intersection(gps)
+        if coupled.keys() & set(sites) and beside == set(sites) and len({kinds[site] for site in sites}) == 1:
+            groups.append(Group(tuple(sites), (), ()))
+    taken = {site for group in groups for site in group.sites}
+    refuse(found, [name for name in coupled if name not in taken])
+    own = [tuple((term, site) for site in group.sites for term in coupled.get(site, ())) for group in groups]
+    return tuple(dataclasses.replace(group, coupled=each) for group, each in zip(groups, own, strict=True))
 
 
-def _coupled(
-    model: Callable[[], Any], trace: Trace, family: Callable[[str], AbstractPosteriorFamily]
-) -> dict[str, list[str]]:
-    """Terms that depend on several rows of a GP site at once, by site, where the posterior of the site can tell."""
+def _coupled(model: Callable[[], Any], trace: Trace) -> Coupled:
+    """Terms that depend on several rows of a GP site at once."""
     gps = {
         name: site
         for name, site in trace.items()
         if site["type"] == "sample" and isinstance(unwrap(site["fn"]), GaussianProcess)
     }
     if any(site.get("_control_flow_done") for site in gps.values()):
-        return {}
+        return Coupled({}, False)
     scales = {name: jnp.sqrt(jnp.maximum(unwrap(site["fn"]).variance, 0.0)) for name, site in gps.items()}
-    found = coupled_terms(model, trace, scales)
-    refuse(found, [name for name in found.terms if family(name).joins is None])
-    return {name: terms for name, terms in found.terms.items() if family(name).joins is not None}
+    return coupled_terms(model, trace, scales)
 
 
 def _count_of_gps(trace: Trace) -> int:

@@ -49,6 +49,11 @@ def _latent_term(model_site: dict[str, Any], guide_site: dict[str, Any], analyti
     return jnp.sum(scaled_log_prob(model_site)) - jnp.sum(scaled_log_prob(guide_site))
 
 
+def _run_of(q: SparsePosterior) -> Any:
+    """What integrates the terms of a GP site by linear predictors, if they need that."""
+    return q.independent_run if q.joint_run is None else q.joint_run
+
+
 def _mutable(trace: Trace) -> dict[str, Any]:
     return {name: site["value"] for name, site in trace.items() if site["type"] == "mutable"}
 
@@ -195,7 +200,7 @@ class Particle:
     def nested_parents(self, guide_trace: Trace) -> frozenset[str]:
         """GP sites on which the posterior of another GP site depends."""
         # Members of a joint posterior have no GP sites that depend on them.
-        sites = [name for name, q in posteriors_of(guide_trace).items() if q.joint_run is None]
+        sites = [name for name, q in posteriors_of(guide_trace).items() if _run_of(q) is None]
         if len(sites) < 2:
             return frozenset()
 
@@ -210,7 +215,7 @@ class Particle:
         everything = posteriors_of(guide_trace)
         if self.training:
             check_kept(everything, self.guide, type(self.loss).__name__)
-        runs = {id(q.joint_run): q.joint_run for q in everything.values() if q.joint_run is not None}
+        runs = {id(run): run for q in everything.values() if (run := _run_of(q)) is not None}
         members = {name for run in runs.values() for name in (*run.group.sites, *run.group.latents)}
         sites = {name: q for name, q in everything.items() if name not in members}
         model_trace = self.run_model(guide_trace, {})

@@ -60,6 +60,15 @@ class AbstractPosteriorFamily(ABC):
         """How sites of one Gaussian over several GPs and latents are held: "projected", "whitened", or None."""
         return None
 
+    @property
+    def couples_rows(self) -> bool:
+        """Whether a term may depend on several rows of f.
+
+        It may where training is that of mean and covariance, or of one Gaussian with others, and not where an optimizer
+        asks for a direction that goes through the marginals of the rows.
+        """
+        return True
+
     @abstractmethod
     def gaussian(
         self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]

@@ -137,6 +137,10 @@ class AbstractDecoupled(AbstractPosteriorFamily):
     # Not one Gaussian from which data can be taken: with two bases, or two blocks, a datum moves both means at once.
     has_cavities = False
 
+    @property
+    def couples_rows(self) -> bool:
+        return not self.natural
+
     def mean_basis(self, param: Parameters, prior: GaussianProcess) -> AbstractInducing:
         """The inducing variables γ."""
         return inducing_param(

@@ -81,6 +81,10 @@ class Dual(AbstractPosteriorFamily):
             raise ValueError(msg)
 
     @property
+    def couples_rows(self) -> bool:
+        return self.joins is not None
+
+    @property
     def joins(self) -> str | None:
         tied = self.inducing is not None and self.sites == "tied"
         return "projected" if tied and self.init_from is None else None

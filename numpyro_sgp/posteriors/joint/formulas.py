@@ -6,6 +6,7 @@ variance k_ηη − kᵀK⁻¹k. So the formulas of sparse posteriors hold with 
 variables.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 import dataclasses
 import math
@@ -15,6 +16,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 from jax.typing import ArrayLike
+import numpy as np
 
 from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.inducing import AbstractInducing
@@ -25,7 +27,7 @@ from numpyro_sgp.posteriors.joint.effects import Eliminated, Loading, eliminated
 from numpyro_sgp.posteriors.moments import roots_of, whiten
 from numpyro_sgp.posteriors.natural_parameters import Perturbed, floored_matrix, perturb_kl, perturb_marginals
 
-__all__ = ["Columns", "JointGaussian", "Rows", "gaussian_prior", "stacked"]
+__all__ = ["AbstractJointGaussian", "Columns", "JointGaussian", "Rows", "gaussian_prior", "prior_covariance", "stacked"]
 
 
 class Rows(NamedTuple):
@@ -73,9 +75,131 @@ class Columns(NamedTuple):
         return Columns(*(each[..., start:stop].reshape(*each.shape[:-1], *shape) for each in self))
 
 
+class AbstractJointGaussian(ABC):
+    """A Gaussian over variables z of GP sites and other latents.
+
+    Attributes:
+        offset: b, the prior mean of w, (P,).
+        root: R with R Rᵀ = B, the prior covariance of w, (P, P).
+        effect_variance: prior variances of effects of groups, (G,).
+        spans: where each site begins in z, with its number of latents and of variables for each.
+    """
+
+    offset: Array
+    root: Array
+    effect_variance: Array
+    spans: dict[str, tuple[int, int, int]]
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """D, how many numbers z has."""
+
+    @property
+    def num_latents(self) -> int:
+        """P, how many numbers w has."""
+        return self.offset.shape[0]
+
+    @abstractmethod
+    def posterior(self, k: Array, variance: Array, loading: Loading | None = None) -> tuple[Columns, Array]:
+        """Moments of linear predictors, and the divergence from the prior.
+
+        Args:
+            k: prior covariances of z with the predictors, (D, E).
+            variance: prior variances of the predictors without the effects of groups, (E,).
+            loading: these effects; None for predictors without any.
+        """
+
+    @abstractmethod
+    def covariance(self, one: Columns, other: Columns, prior: ArrayLike, *, perturbed: bool = True) -> Array:
+        """Cov(η, η') of predictors whose axes broadcast.
+
+        Args:
+            one: predictors η.
+            other: predictors η'.
+            prior: their prior covariance without the effects of groups.
+            perturbed: whether it moves with a perturbation of the expectation parameters.
+        """
+
+    @abstractmethod
+    def perturbation_of_covariance(self, one: Columns, other: Columns) -> Array:
+        """What Cov(η, η') changes by with a perturbation of the expectation parameters: zero."""
+
+    @abstractmethod
+    def floored(self, perturbation: Array) -> Array:
+        """The perturbation of covariances (..., F, F); the direction that is asked for is positive semi-definite."""
+
+    def of_latents(self) -> tuple[Array, Array]:
+        """The columns (D, P) and prior variances (P,) of w itself."""
+        B = matmul(self.root, self.root.T)
+        before = jnp.zeros((self.size - B.shape[0], B.shape[0]), B.dtype)
+        return jnp.concatenate([before, B], axis=0), jnp.diagonal(B)
+
+    def of_predictor(
+        self,
+        predictor: Callable[[dict[str, Array], Array, Array], Array],
+        at: tuple[dict[str, Array], Array],
+        rows: Mapping[str, Rows],
+        moving: Array,
+        *,
+        has_effects: bool,
+        covariances: Mapping[str, Array] | None = None,
+    ) -> "Predictor":
+        """The columns of an affine predictor η(f, w), whatever its coefficients are.
+
+        Each row of Cov(u, f) is pushed through the linear part of η, which gives Cov(u, η).
+
+        Args:
+            predictor: η as a function of values of f by site, (C, N) each, of w, and of the effects of groups in their
+                units, (G,); each entry depends on one effect, and on one row of each latent of a site without an entry
+                in `covariances`.
+            at: where to linearise.
+            rows: the sites that it depends on.
+            moving: 1 for each number of w that it is affine in, 0 for those that are fixed, (P,).
+            has_effects: whether it depends on effects of groups.
+            covariances: prior covariance between the rows of a site, (C, N, N), by site, where several rows of it meet
+                in an entry of the term that the predictor is for.
+        """
+        f, w = at
+        e = jnp.zeros_like(self.effect_variance)
+        value = predictor(f, w, e)
+        D, dtype = self.size, self.offset.dtype
+        k, parts = jnp.zeros((D, *value.shape), dtype), []
+        for site, (Kuf, kff) in rows.items():
+
+            def push(tangent: Array, site: str = site) -> Array:
+                return jax.jvp(lambda own: predictor({**f, site: own}, w, e), (f[site],), (tangent,))[1]
+
+            start, C, M = self.spans[site]
+            one_hot = jnp.eye(C, dtype=Kuf.dtype)[:, :, None]
+            tangents = (one_hot[:, None] * Kuf[:, :, None, :]).reshape(C * M, C, -1)
+            k = k.at[start : start + C * M].set(jax.vmap(push)(tangents))
+            if covariances is not None and site in covariances:
+                parts.append(_of_all_rows(push, covariances[site], value.size))
+                continue
+            shape = (C, C, kff.shape[-1])
+            parts.append((jax.vmap(push)(jnp.broadcast_to(one_hot, shape)), jax.vmap(push)(one_hot * kff[:, None, :])))
+        if self.num_latents:
+            pushed = jax.vmap(lambda tangent: jax.jvp(lambda w: predictor(f, w, e), (w,), (tangent,))[1])(
+                (self.root * moving[:, None]).T
+            )
+            k = k.at[D - self.num_latents :].set(jnp.tensordot(self.root, pushed, axes=1))
+            parts.append((pushed, pushed))
+        if not has_effects:
+            return Predictor(value, k, parts, Loading(jnp.zeros_like(value), jnp.zeros(value.shape, int)))
+
+        def along(tangent: Array) -> Array:
+            return jax.jvp(lambda e: predictor(f, w, e), (e,), (tangent,))[1]
+
+        # One effect in each entry: its number is what the coefficient multiplies.
+        c = along(jnp.ones_like(e))
+        numbered = along(jnp.arange(e.shape[0], dtype=e.dtype)) / jnp.where(c == 0.0, 1.0, c)
+        return Predictor(value, k, parts, Loading(c, jnp.rint(jax.lax.stop_gradient(numbered)).astype(int)))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class JointGaussian:
+class JointGaussian(AbstractJointGaussian):
     """q(z) = N(0, K) times sites, in one of two parametrisations.
 
     Attributes:
@@ -106,9 +230,8 @@ class JointGaussian:
     projected: bool = dataclasses.field(metadata={"static": True})
 
     @property
-    def num_latents(self) -> int:
-        """P, how many numbers w has."""
-        return self.offset.shape[0]
+    def size(self) -> int:
+        return self.K.shape[0]
 
     def without_effects(self) -> Eliminated | None:
         """The sites of q(z), effects integrated out."""
@@ -118,13 +241,6 @@ class JointGaussian:
         return eliminated(value_of(self.value), value_of(self.effects), self.effect_variance, K, Kuv)
 
     def posterior(self, k: Array, variance: Array, loading: Loading | None = None) -> tuple[Columns, Array]:
-        """Moments of linear predictors, and KL(q(z, e) ‖ p(z) p(e)).
-
-        Args:
-            k: prior covariances of z with the predictors, (D, E).
-            variance: prior variances of the predictors without the effects of groups, (E,).
-            loading: these effects; None for predictors without any.
-        """
         E = variance.shape[0]
         if loading is None:
             loading = Loading(jnp.zeros_like(variance), jnp.zeros(E, int))
@@ -135,7 +251,7 @@ class JointGaussian:
             if rest is not None:
                 k, variance = rest.loaded(k, variance, loading)
             q = tied(lambda1, Lambda2, self.K, k, variance, self.Kuv)
-            moments, h = q.moments, jax.lax.stop_gradient(q).projections()
+            found, h = q.moments, jax.lax.stop_gradient(q).projections()
             perturbed = [each for each in (self.value, self.effects) if isinstance(each, Perturbed)]
             if any(each.zero.transported is not None for each in perturbed):
                 moved = jax.lax.stop_gradient(q).projected_sites()
@@ -143,8 +259,8 @@ class JointGaussian:
             A = whiten(self.K, k)[1]
             if rest is not None:
                 A, variance = rest.loaded(A, variance, loading)
-            moments, h = natural_whitened(lambda1, Lambda2, A, variance), A
-        (mean, variance, kl), roots = moments[:3], roots_of(moments)
+            found, h = natural_whitened(lambda1, Lambda2, A, variance), A
+        (mean, variance, kl), roots = found[:3], roots_of(found)
         A, T = roots.A, roots.T
         assert T is not None
         if rest is not None:
@@ -187,14 +303,6 @@ class JointGaussian:
         return *perturb_marginals(self.value, h, mean, variance, extra=extra), kl
 
     def covariance(self, one: Columns, other: Columns, prior: ArrayLike, *, perturbed: bool = True) -> Array:
-        """Cov(η, η') of predictors whose axes broadcast.
-
-        Args:
-            one: predictors η.
-            other: predictors η'.
-            prior: their prior covariance without the effects of groups.
-            perturbed: whether it moves with a perturbation of the expectation parameters.
-        """
         result = jnp.asarray(prior) - jnp.sum(one.A * other.A, axis=0) + jnp.sum(one.T * other.T, axis=0)
         if self.effects is not None:
             both = jnp.where(one.index == other.index, one.coefficient * other.coefficient, 0.0)
@@ -203,7 +311,6 @@ class JointGaussian:
         return result + self.perturbation_of_covariance(one, other) if perturbed else result
 
     def perturbation_of_covariance(self, one: Columns, other: Columns) -> Array:
-        """What Cov(η, η') changes by with a perturbation of the expectation parameters: zero."""
         if not isinstance(self.value, Perturbed):
             return jnp.zeros((), one.mean.dtype)
         one, other = jax.lax.stop_gradient((one, other))
@@ -227,7 +334,6 @@ class JointGaussian:
         return second - one.mean * first[1] - other.mean * first[0]
 
     def floored(self, perturbation: Array) -> Array:
-        """The perturbation of covariances (..., F, F); the direction that is asked for is positive semi-definite."""
         floor = self.value.zero.floor if isinstance(self.value, Perturbed) else None
         return perturbation if floor is None else floored_matrix(perturbation, floor)
 
@@ -259,12 +365,6 @@ class JointGaussian:
         slope = solve_lower(L, rest.V) if self.projected else rest.C
         return rest.linear / rest.precision, slope / rest.precision, rest.precision
 
-    def of_latents(self) -> tuple[Array, Array]:
-        """The columns (D, P) and prior variances (P,) of w itself."""
-        B = matmul(self.root, self.root.T)
-        before = jnp.zeros((self.K.shape[0] - B.shape[0], B.shape[0]), B.dtype)
-        return jnp.concatenate([before, B], axis=0), jnp.diagonal(B)
-
     def of_site(self, site: str, rows: Rows) -> Array:
         """The columns of f at all rows of a site's latents, (D, C N)."""
         start, C, M = self.spans[site]
@@ -272,67 +372,6 @@ class JointGaussian:
         own = jnp.eye(C, dtype=rows.Kuf.dtype)[:, None, :, None] * rows.Kuf[:, :, None, :]
         own = own.reshape(C * M, C * N)
         return jnp.zeros((self.K.shape[0], C * N), own.dtype).at[start : start + C * M].set(own)
-
-    def of_predictor(
-        self,
-        predictor: Callable[[dict[str, Array], Array, Array], Array],
-        at: tuple[dict[str, Array], Array],
-        rows: Mapping[str, Rows],
-        moving: Array,
-        *,
-        has_effects: bool,
-        covariances: Mapping[str, Array] | None = None,
-    ) -> "Predictor":
-        """The columns of an affine predictor η(f, w), whatever its coefficients are.
-
-        Each row of Cov(u, f) is pushed through the linear part of η, which gives Cov(u, η).
-
-        Args:
-            predictor: η as a function of values of f by site, (C, N) each, of w, and of the effects of groups in their
-                units, (G,); each entry depends on one effect, and on one row of each latent of a site without an entry
-                in `covariances`.
-            at: where to linearise.
-            rows: the sites that it depends on.
-            moving: 1 for each number of w that it is affine in, 0 for those that are fixed, (P,).
-            has_effects: whether it depends on effects of groups.
-            covariances: prior covariance between the rows of a site, (C, N, N), by site, where several rows of it meet
-                in an entry of the term that the predictor is for.
-        """
-        f, w = at
-        e = jnp.zeros_like(self.effect_variance)
-        value = predictor(f, w, e)
-        D, dtype = self.K.shape[0], self.K.dtype
-        k, parts = jnp.zeros((D, *value.shape), dtype), []
-        for site, (Kuf, kff) in rows.items():
-
-            def push(tangent: Array, site: str = site) -> Array:
-                return jax.jvp(lambda own: predictor({**f, site: own}, w, e), (f[site],), (tangent,))[1]
-
-            start, C, M = self.spans[site]
-            one_hot = jnp.eye(C, dtype=Kuf.dtype)[:, :, None]
-            tangents = (one_hot[:, None] * Kuf[:, :, None, :]).reshape(C * M, C, -1)
-            k = k.at[start : start + C * M].set(jax.vmap(push)(tangents))
-            if covariances is not None and site in covariances:
-                parts.append(_of_all_rows(push, covariances[site], value.size))
-                continue
-            shape = (C, C, kff.shape[-1])
-            parts.append((jax.vmap(push)(jnp.broadcast_to(one_hot, shape)), jax.vmap(push)(one_hot * kff[:, None, :])))
-        if self.num_latents:
-            pushed = jax.vmap(lambda tangent: jax.jvp(lambda w: predictor(f, w, e), (w,), (tangent,))[1])(
-                (self.root * moving[:, None]).T
-            )
-            k = k.at[D - self.num_latents :].set(jnp.tensordot(self.root, pushed, axes=1))
-            parts.append((pushed, pushed))
-        if not has_effects:
-            return Predictor(value, k, parts, Loading(jnp.zeros_like(value), jnp.zeros(value.shape, int)))
-
-        def along(tangent: Array) -> Array:
-            return jax.jvp(lambda e: predictor(f, w, e), (e,), (tangent,))[1]
-
-        # One effect in each entry: its number is what the coefficient multiplies.
-        c = along(jnp.ones_like(e))
-        numbered = along(jnp.arange(e.shape[0], dtype=e.dtype)) / jnp.where(c == 0.0, 1.0, c)
-        return Predictor(value, k, parts, Loading(c, jnp.rint(jax.lax.stop_gradient(numbered)).astype(int)))
 
 
 # The most entries of the matrix of a linear map from the rows of a site.
@@ -379,6 +418,14 @@ class Predictor(NamedTuple):
         """Of predictors whose axes broadcast, without effects of groups."""
         pairs = zip(self.parts, other.parts, strict=True)
         return jnp.asarray(sum(jnp.sum(one[0] * another[1], axis=0) for one, another in pairs))
+
+
+def prior_covariance(kernel: Callable, X: Any, batch_shape: tuple[int, ...]) -> Array:
+    """Cov[f(X)] for each of C latents, (C, N, N)."""
+    K = kernel(X, X)
+    N = K.shape[-1]
+    K = K.at[..., np.arange(N), np.arange(N)].set(kernel(X))
+    return jnp.broadcast_to(K, (*batch_shape, N, N)).reshape(-1, N, N)
 
 
 def gaussian_prior(precision: Array, linear: Array) -> tuple[Array, Array]:

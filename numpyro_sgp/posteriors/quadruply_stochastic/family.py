@@ -82,6 +82,10 @@ class AbstractQuadruplyStochastic(AbstractPosteriorFamily):
     relevance: bool
     has_cavities = False
 
+    @property
+    def couples_rows(self) -> bool:
+        return False
+
     @abstractmethod
     def _part(self, param: Parameters, prior: GaussianProcess, kernel: Any) -> "_Part":
         """What the posterior is without the weights."""

@@ -84,6 +84,10 @@ class NaturalWeights(AbstractPosteriorFamily):
     over_weights = True
     parametrization = "natural"
 
+    @property
+    def couples_rows(self) -> bool:
+        return False
+
     def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         kernel = _kernel(prior, self.memory_limit, batch_shape)
         Phi = kernel.features(prior.X)
@@ -120,6 +124,10 @@ class MeanWeights(AbstractPosteriorFamily):
     memory_limit: float
     over_weights = True
     parametrization = "mean"
+
+    @property
+    def couples_rows(self) -> bool:
+        return False
 
     def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         kernel = _kernel(prior, self.memory_limit, batch_shape)
@@ -161,6 +169,10 @@ class StaleWeights(AbstractPosteriorFamily):
     refresh: int
     own_mean: bool
     over_weights = True
+
+    @property
+    def couples_rows(self) -> bool:
+        return False
 
     def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         A = _transposed(whitened_features(_kernel(prior, self.memory_limit, batch_shape), prior.X))
@@ -226,6 +238,10 @@ class AdversarialWeights(AbstractRootWeights):
     root_scale: float
     parametrization = "adversarial"
 
+    @property
+    def couples_rows(self) -> bool:
+        return False
+
     def precision(self, param: Parameters, r: int, dtype: Any, batch_shape: tuple[int, ...]) -> Array:
         # With this B, and the default penalty, the objective is the bound that `RootWeights` has.
         start = -jnp.eye(r, dtype=dtype) / (1.2 * r**0.5)
@@ -241,6 +257,10 @@ class AveragedWeights(AbstractRootWeights):
     memory_limit: float
     parametrization = "averaged"
     kept_by = "CompositionalMarginalLikelihood"
+
+    @property
+    def couples_rows(self) -> bool:
+        return False
 
     def precision(self, param: Parameters, r: int, dtype: Any, batch_shape: tuple[int, ...]) -> Array:
         identity = jnp.eye(r, dtype=dtype)

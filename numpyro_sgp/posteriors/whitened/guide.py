@@ -127,6 +127,10 @@ class NaturalWhitened(AbstractPosteriorFamily):
     init_from: RegressionPosterior | None = None
 
     @property
+    def couples_rows(self) -> bool:
+        return self.joins is not None
+
+    @property
     def joins(self) -> str | None:
         grows = isinstance(self.inducing, GrowingInducing)
         return "whitened" if self.init_from is None and not grows else None
