@@ -1,7 +1,7 @@
 """The guide: a base guide for other latents, posteriors for GP sites, and what fitted parameters give."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 import copy
 import dataclasses
 import functools
@@ -28,6 +28,7 @@ from numpyro_sgp.guides.handlers import (
     ModelForBase,
     SwapGaussianProcesses,
     is_missing_outcome,
+    until,
 )
 from numpyro_sgp.guides.independent import IndependentRun
 from numpyro_sgp.guides.joint import JointRun
@@ -43,9 +44,16 @@ __all__ = ["AbstractAutoSparseGP", "AutoSparseGP"]
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Latents:
-    """Names of the model's latent variables, and which of them are joint with GP sites: a parameter without numbers."""
+    """What a guide remembers of the model: a parameter without numbers.
+
+    Attributes:
+        names: of the latent variables.
+        sites: names of the GP sites.
+        groups: which of both are joint.
+    """
 
     names: tuple[str, ...]
+    sites: tuple[str, ...] = ()
     groups: tuple[Group, ...] = ()
 
     @property
@@ -193,14 +201,12 @@ class AbstractAutoSparseGP(AutoGuide):
             names = tuple(name for name in latents if not is_missing_outcome(name, outcomes))
             candidates = names if self._shares_latents else ()
             given = {name: site["value"] for name, site in (base_trace or {}).items() if site["type"] == "sample"}
-            groups = find_groups(lambda: self.model(*args, **kwargs), self.joint, candidates, self.family, given)
-            return Latents(names, groups)
+            found = find_groups(self._with(args, kwargs), self.joint, candidates, self.family, given)
+            return Latents(names, *found)
 
         return parameter(f"{self.prefix}_latents", find, predicting)
 
-    def _prepared(
-        self, predicting: bool, args: tuple, kwargs: dict
-    ) -> tuple[dict[str, dict], dict[str, Any]]:
+    def _prepared(self, predicting: bool, args: tuple, kwargs: dict) -> tuple[dict[str, dict], dict[str, Any]]:
         return self._joint_runs(*self._run_base(predicting, args, kwargs), predicting, args, kwargs)
 
     def _joint_runs(
@@ -215,10 +221,12 @@ class AbstractAutoSparseGP(AutoGuide):
         if not groups:
             return base_trace, runs
         given, swap = GivenGaussianProcesses(0.0), SwapGaussianProcesses(base_trace, _no_posterior, True)
-        trace = first_run(lambda: self.model(*args, **kwargs), swap, given)
+        # No term is needed for that.
+        model = until([name for group in groups for name in (*group.sites, *group.latents)], self._with(args, kwargs))
+        trace = first_run(model, swap, given)
         base_trace = dict(base_trace)
         for group in groups:
-            run = JointRun(group, trace, lambda: self.model(*args, **kwargs), self.family, self.prefix, predicting)
+            run = JointRun(group, trace, model, self.family, self.prefix, predicting)
             base_trace.update(run.latents)
             runs.update(dict.fromkeys(group.sites, run))
         return base_trace, runs
@@ -232,7 +240,10 @@ class AbstractAutoSparseGP(AutoGuide):
         kwargs: dict,
         *,
         joint: bool = True,
+        only: Collection[str] = (),
     ) -> tuple[dict[str, dict], dict[str, SparsePosterior]]:
+        """The sites of the guide, and the posteriors among them; `only` names GP sites if nothing else is needed."""
+
         def posterior(site: str, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
             try:
                 run = runs.get(site)
@@ -253,7 +264,7 @@ class AbstractAutoSparseGP(AutoGuide):
 
         swap = SwapGaussianProcesses(base_trace, posterior, predicting, joint=joint)
         with handlers.trace() as trace, handlers.block(hide_fn=swap.hides), swap:
-            self.model(*args, **kwargs)
+            until(only, self._with(args, kwargs))()
         if not swap.gp_sites:
             msg = (
                 "The model has no `GaussianProcess` site to approximate. Write "
@@ -264,13 +275,16 @@ class AbstractAutoSparseGP(AutoGuide):
         _check_tracked(base_trace, trace)
         return trace, swap.gp_sites
 
-    def _is_chained(self, base_trace: dict[str, dict], args: tuple, kwargs: dict) -> bool:
+    def _with(self, args: tuple, kwargs: dict) -> Callable[[], Any]:
+        return lambda: self.model(*args, **kwargs)
+
+    def _is_chained(self, base_trace: dict[str, dict], sites: Collection[str], args: tuple, kwargs: dict) -> bool:
         """Whether the prior of a GP site depends on values of another one, as in a deep GP, or may do so."""
 
         def priors(value: float) -> dict[str, list]:
             given, swap = GivenGaussianProcesses(value), SwapGaussianProcesses(base_trace, _no_posterior, True)
             with handlers.block(hide_fn=swap.hides), swap, given:
-                self.model(*args, **kwargs)
+                until(sites, self._with(args, kwargs))()
             return {name: jax.tree.leaves(prior) for name, prior in given.priors.items()}
 
         first = priors(0.5)
@@ -298,6 +312,8 @@ class AbstractAutoSparseGP(AutoGuide):
     ) -> dict[str, SparsePosterior]:
         """The posterior of each GP site at the model's inputs, in O(N) for N of them.
 
+        The model's terms are not evaluated, so their data may be missing.
+
         Where a GP takes values of another one, as in a deep GP, they are a joint draw of these, in O(N³).
 
         Args:
@@ -312,8 +328,9 @@ class AbstractAutoSparseGP(AutoGuide):
 
         def run() -> dict[str, SparsePosterior]:
             base_trace, runs = self._prepared(True, args, kwargs)
-            joint = self._is_chained(base_trace, args, kwargs)
-            return self._run_model(base_trace, runs, True, args, kwargs, joint=joint)[1]
+            sites = self._known(params).sites
+            joint = self._is_chained(base_trace, sites, args, kwargs)
+            return self._run_model(base_trace, runs, True, args, kwargs, joint=joint, only=sites)[1]
 
         return self._conditioned(rng_key, params)(run)
 
@@ -393,7 +410,8 @@ class AbstractAutoSparseGP(AutoGuide):
         groups = self._known(params).groups
 
         def posteriors() -> dict[str, SparsePosterior]:
-            return self._run_model(*self._joint_runs(base_trace, groups, True, args, kwargs), True, args, kwargs)[1]
+            given = self._joint_runs(base_trace, groups, True, args, kwargs)
+            return self._run_model(*given, True, args, kwargs, only=self._known(params).sites)[1]
 
         return run(posteriors)
 

@@ -1,6 +1,7 @@
 """Effect handlers: hide GP values from the base guide, replace GP sites by posteriors."""
 
 from collections.abc import Callable, Collection
+import contextlib
 from typing import Any
 
 import jax
@@ -22,7 +23,9 @@ __all__ = [
     "KeysBySite",
     "ModelForBase",
     "SwapGaussianProcesses",
+    "UnchangedState",
     "is_missing_outcome",
+    "until",
 ]
 
 
@@ -57,7 +60,9 @@ class ModelForBase:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with _ZeroGaussianProcesses(self.latents):
-            return self.model(*args, **kwargs)
+            if self.latents is None:
+                return self.model(*args, **kwargs)
+            return until(self.latents, lambda: self.model(*args, **kwargs))()
 
 
 class _ZeroGaussianProcesses(Messenger):
@@ -125,6 +130,37 @@ class UnchangedState(Messenger):
     def postprocess_message(self, msg: dict) -> None:
         if msg["type"] == "mutable" and isinstance(msg["value"], dict):
             msg["value"] = msg["value"].copy()
+
+
+class _Seen(BaseException):
+    """All sites that a run of the model was for have been seen."""
+
+
+class _Until(Messenger):
+    def __init__(self, names: Collection[str]) -> None:
+        self.left = set(names)
+        super().__init__()
+
+    def postprocess_message(self, msg: dict) -> None:
+        if msg["type"] == "sample" and msg["name"] in self.left:
+            self.left.remove(msg["name"])
+            if not self.left:
+                raise _Seen
+
+
+def until(names: Collection[str], model: Callable[[], Any]) -> Callable[[], None]:
+    """The model up to the last of some sites: terms after it are not evaluated, nor their data needed.
+
+    Args:
+        names: of sample sites; without any of them the model is run to its end.
+        model: with its arguments given.
+    """
+
+    def run() -> None:
+        with contextlib.suppress(_Seen), _Until(names):
+            model()
+
+    return run
 
 
 class Alone(Messenger):

@@ -194,8 +194,8 @@ def find_groups(
     candidates: Collection[str],
     family: Callable[[str], AbstractPosteriorFamily],
     values: Mapping[str, Any],
-) -> tuple[Group, ...]:
-    """The groups of GP sites and latents that meet in terms of the model.
+) -> tuple[tuple[str, ...], tuple[Group, ...]]:
+    """The GP sites, and the groups of GP sites and latents that meet in terms of the model.
 
     A term that depends on several rows of a GP site needs their covariance: such sites make a group by themselves, too.
 
@@ -216,12 +216,11 @@ def find_groups(
     trace = first_run(model, handlers.substitute(data=dict(values)), GivenGaussianProcesses(0.0))
     found = _coupled(model, trace)
     coupled = found.terms
-    if not coupled and (joint is False or (not any(name in trace for name in candidates) and _count_of_gps(trace) < 2)):
-        return ()
     samples = {name: site for name, site in trace.items() if site["type"] == "sample" and not site["is_observed"]}
     gps = [name for name, site in samples.items() if isinstance(unwrap(site["fn"]), GaussianProcess)]
-    if not gps or any(site.get("_control_flow_done") for name, site in samples.items() if name in gps):
-        return ()
+    alone = joint is False or (not any(name in trace for name in candidates) and len(gps) < 2)
+    if (alone and not coupled) or any(samples[name].get("_control_flow_done") for name in gps):
+        return tuple(gps), ()
     refuse(found, [name for name in coupled if not family(name).couples_rows])
     coupled = {name: terms for name, terms in coupled.items() if family(name).couples_rows}
     latents = [name for name in samples if name not in gps and _is_eligible(name, trace)]
@@ -270,7 +269,7 @@ def find_groups(
     taken = {site for group in groups for site in group.sites}
     refuse(found, [name for name in coupled if name not in taken])
     own = [tuple((term, site) for site in group.sites for term in coupled.get(site, ())) for group in groups]
-    return tuple(dataclasses.replace(group, coupled=each) for group, each in zip(groups, own, strict=True))
+    return tuple(gps), tuple(dataclasses.replace(group, coupled=each) for group, each in zip(groups, own, strict=True))
 
 
 def _coupled(model: Callable[[], Any], trace: Trace) -> Coupled:
@@ -284,10 +283,6 @@ def _coupled(model: Callable[[], Any], trace: Trace) -> Coupled:
         return Coupled({}, False)
     scales = {name: jnp.sqrt(jnp.maximum(unwrap(site["fn"]).variance, 0.0)) for name, site in gps.items()}
     return coupled_terms(model, trace, scales)
-
-
-def _count_of_gps(trace: Trace) -> int:
-    return sum(isinstance(unwrap(site["fn"]), GaussianProcess) for site in trace.values() if site["type"] == "sample")
 
 
 def _checked_names(
