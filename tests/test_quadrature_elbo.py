@@ -404,27 +404,38 @@ SEPARATE = {
 }
 
 
-def start_at(latents, likelihood, loss=None, init=lambda svi: svi.init):
+def start_at(latents, likelihood, init=lambda svi: svi.init, **options):
+    """The groups of the guide after its start, of a posterior that is integrated row by row with `sites`."""
+
     def model():
         fn = sgp.GaussianProcess(KERNEL, X)
         likelihood(numpyro.sample("f", fn.expand(latents) if latents else fn))
 
-    guide = sgp.AutoSVGP(model, lambda kernel, X, key: X[:2])
-    return init(SVI(model, guide, optax.adam(1e-2), loss or sgp.QuadratureELBO()))(jax.random.key(0))
+    kind = sgp.AutoTSVGP if options else sgp.AutoSVGP
+    guide = kind(model, lambda kernel, X, key: X[:2], **options)
+    svi = SVI(model, guide, optax.adam(1e-2), sgp.QuadratureELBO())
+    return guide.joint_groups(svi.get_params(init(svi)(jax.random.key(0))))
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("loss", [sgp.QuadratureELBO(), TraceMeanField_ELBO()], ids=["quadrature", "draws"])
 @pytest.mark.parametrize("name", COUPLED)
-def test_a_term_that_couples_rows_is_refused_and_named(name, loss):
+def test_a_term_that_couples_rows_is_refused_and_named_where_rows_have_sites_of_their_own(name):
     with pytest.raises(ValueError, match=r"\['term'\].* several rows of the GP site 'f'.*InducingReparam"):
-        start_at(*COUPLED[name], loss)
+        start_at(*COUPLED[name], sites="per_datum")
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", COUPLED)
+def test_a_term_that_couples_rows_is_known_to_do_so(name, compiled):
+    (group,) = start_at(*COUPLED[name], init=lambda svi: jax.jit(svi.init) if compiled else svi.init)
+    assert group.coupled == (("term", "f"),)
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", SEPARATE)
 def test_terms_that_look_at_one_row_of_each_latent_are_taken(name):
-    start_at(*SEPARATE[name])
+    assert start_at(*SEPARATE[name], sites="per_datum") == ()
 
 
 @pytest.mark.once
@@ -436,7 +447,8 @@ def test_coupled_rows_are_seen_in_float32_and_among_many_rows():
         numpyro.sample("y", dist.Normal(f - (f.mean() if centre else 0.0), 0.2), obs=np.sin(many[:, 0]))
 
     with jax.enable_x64(False):
-        svi = SVI(model, sgp.AutoSVGP(model, many[::4000]), optax.adam(1e-2), sgp.QuadratureELBO())
+        guide = sgp.AutoTSVGP(model, many[::4000], sites="per_datum")
+        svi = SVI(model, guide, sgp.NaturalGradient(0.1), sgp.QuadratureELBO())
         svi.init(jax.random.key(0), False)
         with pytest.raises(ValueError, match="several rows"):
             svi.init(jax.random.key(0), True)
@@ -451,7 +463,8 @@ def test_the_rows_of_a_model_that_changes_its_state_in_place_are_compared():
         state["last"] = f[0]
         numpyro.sample("y", dist.Normal(f - (f.mean() if centre else 0.0), 0.2), obs=Y)
 
-    svi = SVI(model, sgp.AutoSVGP(model, X[:2]), optax.adam(1e-2), sgp.QuadratureELBO())
+    guide = sgp.AutoTSVGP(model, X[:2], sites="per_datum")
+    svi = SVI(model, guide, sgp.NaturalGradient(0.1), sgp.QuadratureELBO())
     state = svi.init(jax.random.key(0), False)
     assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state.mutable_state))
     svi.update(state, False)
@@ -462,7 +475,7 @@ def test_the_rows_of_a_model_that_changes_its_state_in_place_are_compared():
 @pytest.mark.parametrize("name", COUPLED)
 def test_within_a_compiled_start_terms_that_may_couple_rows_are_warned_of(name):
     with pytest.warns(UserWarning, match=r"\['term'\] may depend on several rows of the GP site 'f'.*without `jit`"):
-        start_at(*COUPLED[name], init=lambda svi: jax.jit(svi.init))
+        start_at(*COUPLED[name], init=lambda svi: jax.jit(svi.init), sites="per_datum")
 
 
 # Only values show that these look at one row of each latent.
@@ -471,7 +484,8 @@ SHOWN_BY_VALUES = {"rows picked by a matrix", "noise as a matrix", "stable logar
 
 @pytest.mark.parametrize("name", sorted(set(SEPARATE) - SHOWN_BY_VALUES))
 def test_the_program_of_terms_shows_that_they_look_at_one_row_within_a_compiled_start_too(name):
-    start_at(*SEPARATE[name], init=lambda svi: jax.jit(svi.init))  # a warning would be an error
+    # A warning would be an error.
+    start_at(*SEPARATE[name], init=lambda svi: jax.jit(svi.init), sites="per_datum")
 
 
 INDEX = np.array([4, 0, 0, 2])

@@ -20,6 +20,8 @@ from numpyro_sgp.diagnostics.outputs import fitted_values, log_ratio_dense, num_
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import Trace
 from numpyro_sgp.distributions.wrappers import log_prob_of, unwrap
+from numpyro_sgp.guides.independent import IndependentRun
+from numpyro_sgp.guides.members import Group
 from numpyro_sgp.losses.quadrature_elbo import Particle, QuadratureELBO
 from numpyro_sgp.posteriors.process import process_of
 
@@ -158,10 +160,20 @@ class _Ratios:
         particle = self._particle(key, args, kwargs)
         trace = particle.run_guide(particle.guide_key, {})
         values, log_q = {}, jnp.zeros(())
+        groups = [group for group in self.guide.joint_groups(self.values) if group.coupled]
+        runs = {
+            site: run
+            for group in groups
+            for run in [IndependentRun(Group(group.sites, (), (), coupled=group.coupled))]
+            for site in group.sites
+        }
         for number, (name, site) in enumerate(list(trace.items())):
             q = unwrap(site["fn"]) if site["type"] == "sample" else None
             if isinstance(q, SparsePosterior):
                 given = self._given(name, q, jax.random.fold_in(key_u, number))
+                if name in runs:
+                    runs[name].add(name, given)
+                    given.independent_run = runs[name]
                 trace[name] = {**site, "fn": given, "value": given.mean}
             elif q is not None:
                 density = log_prob_of(site["fn"], site["value"])

@@ -51,7 +51,8 @@ def joint_gain(rng_key: Array, svi: SVI, *model_args: Any, num_steps: int = 1000
         guide = svi.guide.with_joint(joint)
         fit = SVI(svi.model, guide, svi.optim, svi.loss, **svi.static_kwargs)
         result = fit.run(rng_key, num_steps, *model_args, progress_bar=False, **model_kwargs)
-        if joint == "auto" and not guide.joint_groups(result.params):
+        groups = guide.joint_groups(result.params)
+        if joint == "auto" and not any(len(group.sites) + len(group.latents) > 1 for group in groups):
             msg = "No GP site of the model is joint with another latent or GP site. There is nothing to gain."
             raise ValueError(msg)
         bounds.append(-np.asarray(result.losses[-(num_steps // 10) :]))

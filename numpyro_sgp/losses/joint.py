@@ -7,6 +7,7 @@ nodes of their own, and the predictors given each of these.
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+import warnings
 
 import jax
 from jax import Array
@@ -115,6 +116,10 @@ class JointExpectation:
         run = self.run
         gaussian = run.gaussian
         terms = [self.terms.term(name) for name in self.names]
+        for term in terms:
+            count = sum(root.count for root in term.roots)
+            if count > 2 and any((term.name, site) in run.group.coupled for site in term.sites):
+                warnings.warn(_sampled(term, count, self.num_samples), UserWarning, stacklevel=2)
         # All columns that do not move with nodes share one factorisation.
         needed = run.places({*self.own, *(name for term in terms for name in term.nodes)})
         k, variance = gaussian.of_latents()
@@ -354,6 +359,14 @@ def _hessian(fn: Callable[[Array], Array], at: Array) -> Array:
 
     F = at.shape[-1]
     return jnp.moveaxis(jax.lax.map(column, jnp.arange(F), batch_size=min(F, 32)), 0, -1)
+
+
+def _sampled(term: Term, count: int, num_samples: int) -> str:
+    return (
+        f"The term {term.name!r} depends on {count} numbers of {list(term.sites)} at once, in a nonlinear way. They are "
+        f"drawn jointly: {num_samples} draws and O({count}³) operations in each step. Raise `num_samples` of "
+        "`QuadratureELBO` if the loss is noisy."
+    )
 
 
 def _joined(blocks: list[list[Array]]) -> Array:

@@ -123,7 +123,9 @@ class Moments(NamedTuple):
         assert of_u is not None
         variance = jnp.maximum(self.variance - of_u, jnp.finfo(of_u.dtype).eps * self.variance)
         mean = self.mean + self.covariance.deviation(noise)
-        return Moments(mean, variance, jnp.asarray(kl), None, self.kernel)
+        # The values at the rows given u have the prior's covariance given u.
+        covariance = Roots(self.covariance.A, None) if isinstance(self.covariance, Roots) else None
+        return Moments(mean, variance, jnp.asarray(kl), covariance, self.kernel)
 
 
 def roots_of(q: Moments) -> Roots:

@@ -1,6 +1,6 @@
 """The guide with decoupled posteriors, its warning of small bases, and step sizes for `DualAscent`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 import warnings
 
@@ -15,7 +15,6 @@ from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.sparse_regression import RegressionPosterior
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
-from numpyro_sgp.guides.joint import JointRun
 from numpyro_sgp.inducing import AbstractInducing, GrowingInducing, InducingPoints, ProbedInducing
 from numpyro_sgp.math.linalg import largest_eigenvalue, matmul
 from numpyro_sgp.posteriors.decoupled.family import Decoupled, Parametrization
@@ -174,14 +173,15 @@ class AutoDecoupledGP(AbstractAutoSparseGP):
     def _run_model(
         self,
         base_trace: dict[str, dict],
-        runs: dict[str, JointRun],
+        runs: dict[str, Any],
         predicting: bool,
         args: tuple,
         kwargs: dict,
         *,
         joint: bool = True,
+        only: Collection[str] = (),
     ) -> tuple[dict[str, dict], dict[str, SparsePosterior]]:
-        trace, posteriors = super()._run_model(base_trace, runs, predicting, args, kwargs, joint=joint)
+        trace, posteriors = super()._run_model(base_trace, runs, predicting, args, kwargs, joint=joint, only=only)
         if not predicting and self._options["parametrization"] != "solve":
             own = tuple(f"{site}_{self.prefix}_" for site in posteriors)
             trained = any(site["type"] == "sample" for site in base_trace.values()) or any(

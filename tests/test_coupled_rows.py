@@ -1,0 +1,275 @@
+"""Terms that depend on several rows of a GP site: averages, preferences, correlated noise, softmax, recursions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.testing import assert_allclose
+import numpyro
+from numpyro import distributions as dist
+from numpyro.infer import SVI, TraceMeanField_ELBO
+import optax
+import oracles
+import pytest
+import scipy.stats
+
+import numpyro_sgp as sgp
+from numpyro_sgp.diagnostics.importance import log_importance_ratios
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+N, LENGTHSCALE, NOISE = 9, 0.6, 0.3
+rng = np.random.default_rng(0)
+X = np.linspace(0.0, 2.0, N)[:, None]
+K = oracles.se(X, X, LENGTHSCALE, 1.0)
+AVERAGES = rng.uniform(size=(5, N)) / N
+HOME, AWAY = rng.integers(0, N, size=(2, 20))
+WON = rng.uniform(size=20) < 0.5
+NEIGHBOURS = NOISE**2 * 0.6 ** np.abs(np.subtract.outer(np.arange(N), np.arange(N)))
+Y, COUNTS = rng.normal(size=N), rng.integers(0, 5, size=N)
+
+
+def gp(X, scale=1.0):
+    return sgp.GaussianProcess(sgp.kernels.SquaredExponential(LENGTHSCALE, scale), X, jitter=1e-10)
+
+
+def averages(f):
+    numpyro.sample("y", dist.Normal(AVERAGES @ f, NOISE), obs=Y[:5])
+
+
+def differences(f):
+    numpyro.sample("y", dist.Normal(f[HOME] - f[AWAY], NOISE), obs=np.resize(Y, 20))
+
+
+def cumulative(f):
+    numpyro.sample("y", dist.Normal(jnp.cumsum(f), NOISE), obs=Y)
+
+
+def correlated(f):
+    numpyro.sample("y", dist.MultivariateNormal(f, NEIGHBOURS), obs=Y)
+
+
+def quadratic(f):
+    # Written so that no program shows a linear predictor.
+    numpyro.factor("y", -0.5 * (f - Y) @ jnp.linalg.inv(NEIGHBOURS) @ (f - Y))
+
+
+DIFFERENCES = np.zeros((20, N))
+np.add.at(DIFFERENCES, (np.arange(20), HOME), 1.0)
+np.add.at(DIFFERENCES, (np.arange(20), AWAY), -1.0)
+# By id: the likelihood, and the Gaussian observation (matrix, noise, values) that it is.
+GAUSSIAN = {
+    "averages": (averages, (AVERAGES, NOISE**2 * np.eye(5), Y[:5])),
+    "differences": (differences, (DIFFERENCES, NOISE**2 * np.eye(20), np.resize(Y, 20))),
+    "cumulative": (cumulative, (np.tri(N), NOISE**2 * np.eye(N), Y)),
+    "correlated": (correlated, (np.eye(N), NEIGHBOURS, Y)),
+    "quadratic": (quadratic, (np.eye(N), NEIGHBOURS, Y)),
+}
+
+
+def preferences(f):
+    numpyro.sample("y", dist.Bernoulli(logits=f[HOME] - f[AWAY]), obs=WON.astype(float))
+
+
+def softmax(f):
+    numpyro.sample("y", dist.Multinomial(int(COUNTS.sum()), logits=f), obs=COUNTS)
+
+
+def recursion(f):
+    _, state = jax.lax.scan(lambda state, row: (jnp.tanh(0.8 * state + row),) * 2, 0.0, f)
+    numpyro.sample("y", dist.Normal(state, NOISE), obs=np.tanh(Y))
+
+
+NONLINEAR = {"preferences": preferences, "softmax": softmax, "recursion": recursion}
+GUIDES = {
+    "tied": lambda model: sgp.AutoTSVGP(model, X),
+    "natural": lambda model: sgp.AutoSVGP(model, X, natural=True),
+    "not joint": lambda model: sgp.AutoTSVGP(model, X, joint=False),
+    "whitened": lambda model: sgp.AutoSVGP(model, X),
+    "unwhitened": lambda model: sgp.AutoSVGP(model, X, whiten=False),
+    "decoupled": lambda model: sgp.AutoDecoupledGP(model, X, X[::3]),
+}
+IS_SAMPLED = "ignore:The term 'y' depends on:UserWarning"
+
+
+def model_with(likelihood):
+    def model(X):
+        likelihood(numpyro.sample("f", gp(X)))
+
+    return model
+
+
+def dense(likelihood, prior=K):
+    """Posterior mean and covariance, and the log evidence, of a Gaussian observation."""
+    A, R, y = GAUSSIAN[likelihood][1]
+    S = A @ prior @ A.T + R
+    gain = np.linalg.solve(S, A @ prior).T
+    evidence = scipy.stats.multivariate_normal(np.zeros(len(y)), S).logpdf(y)
+    if likelihood == "quadratic":
+        evidence += 0.5 * np.linalg.slogdet(2.0 * np.pi * R)[1]
+    return gain @ y, prior - gain @ A @ prior, evidence
+
+
+@pytest.mark.filterwarnings(IS_SAMPLED)
+@pytest.mark.parametrize("kind", ["tied", "natural", "not joint"])
+@pytest.mark.parametrize("name", GAUSSIAN)
+def test_one_full_step_reaches_the_exact_posterior_of_gaussian_observations(name, kind):
+    model = model_with(GAUSSIAN[name][0])
+    guide = GUIDES[kind](model)
+    svi = SVI(model, guide, sgp.NaturalGradient(1.0), sgp.QuadratureELBO())
+    state, _ = svi.update(svi.init(jax.random.key(0), X), X)
+    mean, covariance, evidence = dense(name)
+    q = guide.posterior(jax.random.key(0), svi.get_params(state), X)["f"]
+    assert_allclose(q.mean, mean, atol=1e-6)
+    assert_allclose(q.covariance(), covariance, atol=1e-6)
+    assert_allclose(svi.evaluate(state, X), -evidence, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["tied", "whitened"])
+def test_sites_in_one_average_and_an_intercept_are_as_in_the_dense_model(kind):
+    def model(X):
+        f, g = numpyro.sample("f", gp(X)), numpyro.sample("g", gp(X, 0.5))
+        a = numpyro.sample("a", dist.Normal(0.0, 2.0)) if kind == "tied" else 0.0
+        averages(f + g[::-1] + a)
+
+    def total(prior):
+        return prior + 0.5 * prior[::-1, ::-1] + (4.0 if kind == "tied" else 0.0)
+
+    guide = GUIDES[kind](model)
+    optimizer = sgp.NaturalGradient(1.0) if kind == "tied" else optax.adam(0.05)
+    svi = SVI(model, guide, optimizer, sgp.QuadratureELBO())
+    state = svi.init(jax.random.key(0), X)
+    state, _ = svi.update(state, X)
+    if kind == "whitened":  # two Gaussians that are independent of each other: a bound
+        state, _ = jax.lax.scan(lambda state, _: svi.update(state, X), state, length=600)
+        gap = float(svi.evaluate(state, X)) + dense("averages", total(K))[2]
+        assert 1e-3 < gap < 0.5
+        return
+    assert_allclose(svi.evaluate(state, X), -dense("averages", total(K))[2], rtol=1e-6)
+
+
+def moved(svi, guide, seed=1):
+    """Parameters away from the prior, by steps towards other data."""
+    params = svi.get_params(svi.init(jax.random.key(0), X))
+    noise = np.random.default_rng(seed)
+
+    def away(value):
+        value = np.asarray(value)
+        step = 0.15 * noise.normal(size=value.shape)
+        if value.ndim == 2:
+            step = np.tril(step) if guide in ("whitened", "unwhitened", "decoupled") else 0.3 * step @ step.T
+        return jnp.asarray(value + step)
+
+    inducing = {name for name in params if name.endswith("inducing")}
+    return {name: value if name in inducing else jax.tree.map(away, value) for name, value in params.items()}
+
+
+@pytest.mark.filterwarnings(IS_SAMPLED)
+@pytest.mark.parametrize("kind", ["tied", "natural", "whitened", "decoupled"])
+@pytest.mark.parametrize("name", NONLINEAR)
+def test_the_loss_is_the_expectation_under_joint_draws(name, kind):
+    model = model_with(NONLINEAR[name])
+    guide = GUIDES[kind](model)
+    svi = SVI(model, guide, optax.sgd(0.0), sgp.QuadratureELBO(num_samples=64))
+    params = moved(svi, kind)
+    q = guide.posterior(jax.random.key(0), params, X)["f"]
+    draws = np.random.default_rng(2).multivariate_normal(q.mean, q.covariance(), size=20_000)
+
+    def log_likelihood(f):
+        with numpyro.handlers.seed(rng_seed=0), numpyro.handlers.trace() as trace:
+            NONLINEAR[name](f)
+        return jnp.sum(trace["y"]["fn"].log_prob(trace["y"]["value"]))
+
+    values = jax.lax.map(log_likelihood, jnp.asarray(draws), batch_size=1000)
+    expected, error = np.mean(values) - np.sum(q.kl), np.std(values) / np.sqrt(len(draws))
+    losses = jax.lax.map(
+        lambda key: svi.loss.loss(key, params, model, guide, X), jax.random.split(jax.random.key(3), 20)
+    )
+    assert_allclose(-np.mean(losses), expected, atol=4.0 * (error + np.std(losses) / np.sqrt(20)))
+
+
+@pytest.mark.parametrize("kind", ["tied", "whitened"])
+def test_draws_of_another_loss_are_joint_over_the_rows(kind):
+    model = model_with(averages)
+    guide = GUIDES[kind](model)
+    svi = SVI(model, guide, optax.sgd(0.0), sgp.QuadratureELBO())
+    params = moved(svi, kind)
+    exact = svi.loss.loss(jax.random.key(0), params, model, guide, X)
+    drawn = TraceMeanField_ELBO(num_particles=4000).loss(jax.random.key(1), params, model, guide, X)
+    assert_allclose(drawn, exact, rtol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["tied", "whitened"])
+def test_importance_ratios_are_the_evidence_where_the_posterior_is_exact(kind):
+    model = model_with(averages)
+    guide = GUIDES[kind](model)
+    mean, covariance, evidence = dense("averages")
+    optimizer = sgp.NaturalGradient(1.0) if kind == "tied" else optax.sgd(0.0)
+    svi = SVI(model, guide, optimizer, sgp.QuadratureELBO())
+    state, _ = svi.update(svi.init(jax.random.key(0), X), X)
+    params = svi.get_params(state)
+    if kind == "whitened":
+        L = np.linalg.cholesky(K + 1e-10 * np.eye(N))
+        whitened = np.linalg.solve(L, np.linalg.solve(L, covariance + 1e-11 * np.eye(N)).T)
+        params = {
+            **params,
+            "f_auto_m": jnp.asarray(np.linalg.solve(L, mean)),
+            "f_auto_S_sqrt": jnp.asarray(np.linalg.cholesky(0.5 * (whitened + whitened.T))),
+        }
+    ratios = log_importance_ratios(jax.random.key(1), svi, params, X, num_samples=30)
+    assert_allclose(ratios, evidence, atol=2e-4)
+
+
+# A gradient does not show these.
+HIDDEN = {
+    "stopped": lambda f: f - jax.lax.stop_gradient(jnp.mean(f)),
+    "compared": lambda f: jnp.where(f > f[2], f, 0.0),
+    "rounded": lambda f: f * jnp.round(jnp.mean(f)),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_derivatives_do_not_show_is_seen(name):
+    model = model_with(lambda f: numpyro.sample("y", dist.Normal(HIDDEN[name](f), NOISE), obs=Y))
+    guide = GUIDES["tied"](model)
+    svi = SVI(model, guide, sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
+    (group,) = guide.joint_groups(svi.get_params(svi.init(jax.random.key(0), X)))
+    assert group.coupled == (("y", "f"),)
+
+
+def test_initial_parameters_do_not_skip_the_check():
+    model = model_with(averages)
+    guide = sgp.AutoTSVGP(model, X[::2], sites="per_datum")
+    other = sgp.AutoTSVGP(
+        model_with(lambda f: numpyro.sample("y", dist.Normal(f, 1.0), obs=Y)), X[::2], sites="per_datum"
+    )
+    svis = [SVI(each.model, each, sgp.NaturalGradient(1.0), sgp.QuadratureELBO()) for each in (other, guide)]
+    params = svis[0].get_params(svis[0].init(jax.random.key(0), X))
+    del params["auto_latents"]
+    with pytest.raises(ValueError, match="several rows"):
+        svis[1].init(jax.random.key(0), X, init_params=params)
+
+
+def test_a_term_that_is_sampled_is_said_once_with_its_cost():
+    model = model_with(softmax)
+    svi = SVI(model, GUIDES["whitened"](model), optax.adam(0.1), sgp.QuadratureELBO())
+    state = svi.init(jax.random.key(0), X)
+    with pytest.warns(UserWarning, match=r"'y' depends on 10 numbers of \['f'\] at once.*8 draws and O\(10³\)"):
+        svi.update(state, X)
+
+
+@pytest.mark.parametrize("kind", ["tied", "whitened"])
+def test_a_posterior_does_not_need_the_data_of_the_terms(kind):
+    def model(X, times=None):
+        a = numpyro.sample("a", dist.Normal(0.0, 1.0))
+        rate = jnp.exp(a + numpyro.sample("f", gp(X)))
+        numpyro.factor("survival", jnp.log(rate) - rate * times)
+
+    guide = GUIDES[kind](model) if kind == "tied" else sgp.AutoSVGP(model, X, joint=False)
+    svi = SVI(model, guide, optax.adam(0.01), sgp.QuadratureELBO())
+    params = svi.get_params(svi.init(jax.random.key(0), X, np.exp(Y)))
+    q = guide.posterior(jax.random.key(1), params, X[:3])["f"]
+    assert q.mean.shape == (3,)
+    process = sgp.process_posterior(guide, jax.random.key(1), params, X[:3])["f"].posterior(X[:3])
+    assert_allclose(process.mean, q.mean, atol=1e-8)
+    assert guide.sample_functions(jax.random.key(1), params, X[:3], num_samples=2)["f"](X).shape == (2, N)
+    assert set(guide.median(params, X[:3])) == {"a", "f"}
