@@ -109,12 +109,27 @@ def ours_tied(lambda1, Lambda2, Kuu, *rest):
     return *of_roots(q.moments), q.projections(), *q.projected_sites()
 
 
+BLOCKS = (3, M - 3)
+MASK = np.kron(np.eye(2), np.ones((M, M)))[np.ix_(np.r_[0:3, M : 2 * M - 3], np.r_[0:3, M : 2 * M - 3])]
+
+
+def ours_blocks(lambda1, Lambda2, Kuu, Kuf, kff, Kuv=None):
+    q = tied.tied(lambda1, Lambda2, MASK * symmetric(Kuu), Kuf, kff, Kuv, BLOCKS)
+    return *of_roots(q.moments), q.projections(), *q.projected_sites()
+
+
+def dense_blocks(lambda1, Lambda2, Kuu, *rest):
+    return dense_tied(lambda1, Lambda2, MASK * Kuu, *rest)
+
+
 CASES = {
     "natural": (ours_natural, dense_natural, (*SITES, np.linalg.solve(np.linalg.cholesky(KUU), KUF), KFF)),
     "weights": (ours_weights, dense_weights, (*SITES, RNG.normal(size=(N, M)), RNG.uniform(0.5, 2.0, size=M))),
     "dense": (ours_dense, dense_sites, (SITES[0], np.diag(SITES[1]), KUU, KUF, KFF)),
     "projection": (ours_tied, dense_tied, (*SITES, KUU, KUF, KFF)),
     "anchored": (ours_tied, dense_tied, (*SITES, KUU, KUF, KFF, KUV)),
+    "blocks": (ours_blocks, dense_blocks, (*SITES, KUU, KUF, KFF + 3.0)),
+    "anchored blocks": (ours_blocks, dense_blocks, (*SITES, KUU, KUF, KFF + 3.0, KUV)),
 }
 every_case = pytest.mark.parametrize(("ours", "dense", "arguments"), CASES.values(), ids=CASES)
 

@@ -192,14 +192,14 @@ def _values_couple(values: Callable[[np.ndarray], list[np.ndarray]], f: np.ndarr
 def _unsure(site: str, terms: list[str]) -> str:
     return (
         f"The terms {terms} may depend on several rows of the GP site {site!r} at once, and then the loss is no bound. "
-        "Values decide that, and there are none under `jax.jit`. Call `svi.init` once without `jit` to find out."
+        "Values decide that, and there are none under `jax.jit`. Call `svi.init` once without `jit` to find out, or "
+        "use a guide that takes such terms, as `AutoTSVGP` with inducing inputs."
     )
 
 
 def _message(site: str, terms: list[str]) -> str:
     return (
-        f"The terms {terms} depend on several rows of the GP site {site!r} at once: on their differences or averages, "
-        "say, or through correlated noise. Sparse guides integrate f row by row, so each entry of a term may depend on "
-        "one row of each latent, else the loss is no bound. Use NUTS on the model as it stands, or on "
-        f"`handlers.reparam(model, config={{{site!r}: InducingReparam(Z)}})`, which takes a guide of NumPyro as well."
+        f"The terms {terms} depend on several rows of the GP site {site!r} at once, and its posterior is integrated "
+        "row by row. Use `AutoTSVGP` with inducing inputs, or `AutoSVGP`; or NUTS on "
+        f"`handlers.reparam(model, config={{{site!r}: InducingReparam(Z)}})`."
     )

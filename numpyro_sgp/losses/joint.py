@@ -363,8 +363,8 @@ def _hessian(fn: Callable[[Array], Array], at: Array) -> Array:
 
 def _sampled(term: Term, count: int, num_samples: int) -> str:
     return (
-        f"The term {term.name!r} depends on {count} numbers of {list(term.sites)} at once, in a nonlinear way. They are "
-        f"drawn jointly: {num_samples} draws and O({count}³) operations in each step. Raise `num_samples` of "
+        f"The term {term.name!r} depends on {count} numbers of {list(term.sites)} at once, in a nonlinear way. They "
+        f"are drawn jointly: {num_samples} draws and O({count}³) operations in each step. Raise `num_samples` of "
         "`QuadratureELBO` if the loss is noisy."
     )
 

@@ -77,8 +77,9 @@ class QuadratureELBO(ELBO):
     The model is run at Gauss-Hermite nodes of the marginals of f (a `vmap` of the replayed model). A term of the bound
     that depends on one GP latent for each datum uses `num_nodes` nodes, one that depends on two their product grid, and
     one that depends on more uses `num_samples` antithetic draws. A GP whose inputs or kernel depend on another GP (a
-    deep GP) is integrated given draws of that one. The likelihood must factorise over the rows of X given f, which the
-    guides check in `SVI.init`; the other latents are sampled as in NumPyro's `TraceMeanField_ELBO`.
+    deep GP) is integrated given draws of that one. A term that depends on several rows of a GP is integrated over
+    its linear predictors, and over `num_samples` joint draws of the rows where it has more than two of them. The other
+    latents are sampled as in NumPyro's `TraceMeanField_ELBO`.
 
     Args:
         num_nodes: nodes along each axis; exact where log p is a polynomial of degree below 2 · num_nodes in f.

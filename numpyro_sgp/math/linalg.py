@@ -4,14 +4,16 @@ All products ask for the highest precision, because float32 products on GPUs are
 (TF32). A factorisation that fails returns NaN, as LAPACK reports it; nothing here replaces a NaN.
 """
 
+from collections.abc import Callable
+import dataclasses
 from functools import partial
 import itertools
-from typing import NamedTuple
 
 import jax
 from jax import Array, lax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
+import numpy as np
 
 from numpyro_sgp._internal.eager import as_one_program
 
@@ -361,7 +363,9 @@ def _product_with_upper(B: Array, U: Array) -> Array:
     return jnp.concatenate([matmul(B[..., :h], U[..., :h, :h]), matmul(B, U[..., :, h:])], axis=-1)
 
 
-class Root(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Root:
     """The Cholesky factor of a covariance matrix, K = L Lᵀ, with what whitens by it.
 
     In float64 products with the inverse, several times faster than triangular solves. In float32 triangular solves: the
@@ -372,30 +376,38 @@ class Root(NamedTuple):
         L: (..., M, M).
         inverse: L⁻¹, (..., M, M), or None.
         inverse_transposed: L⁻ᵀ as an array of its own, (..., M, M), or None.
+        blocks: sizes of the diagonal blocks outside of which K is zero; None for a single one.
     """
 
     L: Array
     inverse: Array | None
     inverse_transposed: Array | None
+    blocks: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def product(self, fn: Callable[[Array, Array], Array], matrix: Array, B: Array) -> Array:
+        """A product with a matrix that has the blocks of K, (..., M, N)."""
+        parts = _slices(self.blocks)
+        if not parts:
+            return fn(matrix, B)
+        return jnp.concatenate([fn(matrix[..., part, part], B[..., part, :]) for part in parts], axis=-2)
 
     def whiten(self, B: Array) -> Array:
         """L⁻¹B, (..., M, N)."""
-        return solve_lower(self.L, B) if self.inverse is None else lower_product(self.inverse, B)
+        if self.inverse is None:
+            return self.product(solve_lower, self.L, B)
+        return self.product(lower_product, self.inverse, B)
 
     def whiten_tangent(self, B: Array) -> Array:
         """L⁻¹B, (..., M, N): as a linear map of B, one whose transpose is quick."""
         if self.inverse_transposed is None:
-            return solve_lower(self.L, B)
-        # JAX transposes a product with the cotangent as its left factor: the barrier keeps that from being contracted
-        # over its first axis.
-        product = lax.optimization_barrier(_product_with_upper(jnp.swapaxes(B, -1, -2), self.inverse_transposed))
-        return jnp.swapaxes(product, -1, -2)
+            return self.product(solve_lower, self.L, B)
+        return self.product(_lower_product_of_transposed, self.inverse_transposed, B)
 
     def unwhiten(self, B: Array) -> Array:
         """L⁻ᵀB, (..., M, N)."""
         if self.inverse_transposed is None:
-            return solve_lower_transposed(self.L, B)
-        return upper_product(self.inverse_transposed, B)
+            return self.product(solve_lower_transposed, self.L, B)
+        return self.product(upper_product, self.inverse_transposed, B)
 
     def whiten_both(self, W: Array) -> Array:
         """L⁻¹ W L⁻ᵀ for symmetric W, (..., M, M)."""
@@ -404,10 +416,20 @@ class Root(NamedTuple):
         return mirrored(half_congruence(self.inverse, W))
 
     def whiten_half(self, W: Array) -> Array:
-        """Φ(L⁻¹ W L⁻ᵀ) for symmetric W, (..., M, M): as a linear map of W, one whose transpose is quick."""
+        """Φ(L⁻¹ W L⁻ᵀ) for symmetric W, (..., M, M): as a linear map of W, one whose transpose is quick.
+
+        W has the blocks of K.
+        """
+        parts = _slices(self.blocks)
+        if parts:
+            return _block_diagonal([self._whiten_half(W[..., part, part], part) for part in parts])
+        return self._whiten_half(W, slice(None))
+
+    def _whiten_half(self, W: Array, part: slice) -> Array:
         if self.inverse_transposed is None:
-            return halved(solve_lower(self.L, jnp.swapaxes(solve_lower(self.L, W), -1, -2)))
-        return half_congruence_of_transposed(self.inverse_transposed, W)
+            L = self.L[..., part, part]
+            return halved(solve_lower(L, jnp.swapaxes(solve_lower(L, W), -1, -2)))
+        return half_congruence_of_transposed(self.inverse_transposed[..., part, part], W)
 
     def unwhiten_both(self, W: Array) -> Array:
         """L⁻ᵀ W L⁻¹ for symmetric W, (..., M, M)."""
@@ -416,13 +438,41 @@ class Root(NamedTuple):
         return congruence_of_upper(self.inverse_transposed, W)
 
 
-def root_of(K: Array) -> Root:
-    """Factorise K, (..., M, M), of which only the lower triangle is read; NaN where that fails."""
-    L = cholesky(K)
+def root_of(K: Array, blocks: tuple[int, ...] | None = None) -> Root:
+    """Factorise K, (..., M, M), of which only the lower triangle is read; NaN where that fails.
+
+    Args:
+        K: a covariance matrix.
+        blocks: sizes of its diagonal blocks, outside of which it is zero; None for a single one.
+    """
+    parts = _slices(blocks)
+    factors = [cholesky(K[..., part, part]) for part in parts] if parts else [cholesky(K)]
+    L = _block_diagonal(factors)
+    blocks = blocks if parts else None
     if jnp.finfo(L.dtype).eps > 1e-10:
-        return Root(L, None, None)
-    inverse = triangular_inverse(L)
-    return Root(L, inverse, transposed(inverse))
+        return Root(L, None, None, blocks)
+    inverse = _block_diagonal([triangular_inverse(factor) for factor in factors])
+    return Root(L, inverse, transposed(inverse), blocks)
+
+
+def _slices(blocks: tuple[int, ...] | None) -> list[slice]:
+    """The rows of each block; none where there is a single one."""
+    if blocks is None or len(blocks) == 1:
+        return []
+    ends = np.cumsum([0, *blocks]).tolist()
+    return [slice(*pair) for pair in itertools.pairwise(ends)]
+
+
+def _block_diagonal(blocks: list[Array]) -> Array:
+    return blocks[0] if len(blocks) == 1 else jax.scipy.linalg.block_diag(*blocks)
+
+
+def _lower_product_of_transposed(U: Array, B: Array) -> Array:
+    """Uᵀ B for upper triangular U: as a linear map of B, one whose transpose is quick."""
+    # JAX transposes a product with the cotangent as its left factor: the barrier keeps that from being contracted over
+    # its first axis.
+    product = lax.optimization_barrier(_product_with_upper(jnp.swapaxes(B, -1, -2), U))
+    return jnp.swapaxes(product, -1, -2)
 
 
 def largest_eigenvalue(K: Array) -> Array:

@@ -5,6 +5,7 @@ four more products of matrices of size M, because most of what flows back throug
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -62,8 +63,16 @@ class Tied(NamedTuple):
         return self.root.unwhiten(self.lambda1[..., None])[..., 0], self.root.unwhiten_both(self.Lambda2)
 
 
-@jax.custom_jvp
-def tied(lambda1: Array, Lambda2: Array, Kuu: Array, Kuf: Array, kff: Array, Kuv: Array | None = None) -> Tied:
+@partial(jax.custom_jvp, nondiff_argnums=(6,))
+def tied(
+    lambda1: Array,
+    Lambda2: Array,
+    Kuu: Array,
+    Kuf: Array,
+    kff: Array,
+    Kuv: Array | None = None,
+    blocks: tuple[int, ...] | None = None,
+) -> Tied:
     """q(u) ∝ p(u) exp(λ₁ᵀw − ½wᵀΛ₂w) with w = E[u' | u]: t-SVGP, sites as sums of the projections Kuu⁻¹k_ui.
 
     The sites do not move with the hyperparameters nor with u. Whitened they are λ̃ = L_uλ₁ and Λ̃ = L_uΛ₂L_uᵀ with
@@ -87,11 +96,12 @@ def tied(lambda1: Array, Lambda2: Array, Kuu: Array, Kuf: Array, kff: Array, Kuv
         Kuf: (..., M, N).
         kff: prior variances, (..., N).
         Kuv: Cov(u, u') with the inducing variables u' that the sites refer to, (..., M, M); None where u' = u.
+        blocks: sizes of the diagonal blocks of Kuu, outside of which it is zero; None for a single one.
 
     References:
         Adam, Chang, Khan and Solin (2021), "Dual parameterization of sparse variational Gaussian processes".
     """
-    return _evaluate(lambda1, Lambda2, Kuu, Kuf, kff, Kuv)[0]
+    return _evaluate(lambda1, Lambda2, Kuu, Kuf, kff, Kuv, blocks)[0]
 
 
 class _Parts(NamedTuple):
@@ -110,28 +120,36 @@ def _whitened_sites(root: Root, Lu: Array | None, lambda1: Array, Lambda2: Array
 
 
 def tied_mean_and_root(
-    lambda1: Array, Lambda2: Array, Kuu: Array, Kuv: Array | None = None
+    lambda1: Array, Lambda2: Array, Kuu: Array, Kuv: Array | None = None, blocks: tuple[int, ...] | None = None
 ) -> tuple[Array, Array, Array]:
     """L with L Lᵀ = Kuu, and mean and root of q(v), u = L v; the arguments are those of `tied`."""
-    root = root_of(Kuu)
+    root = root_of(Kuu, blocks)
     Lu = None if Kuv is None else root.whiten(Kuv)
     linear, precision, _ = _whitened_sites(root, Lu, lambda1, Lambda2)
     return root.L, *natural_mean_and_root(linear, precision)
 
 
-@as_one_program
-def _evaluate(lambda1: Array, Lambda2: Array, Kuu: Array, Kuf: Array, kff: Array, Kuv: Array | None) -> _Parts:
-    root = root_of(Kuu)
+@partial(as_one_program, static_argnums=6)
+def _evaluate(
+    lambda1: Array,
+    Lambda2: Array,
+    Kuu: Array,
+    Kuf: Array,
+    kff: Array,
+    Kuv: Array | None,
+    blocks: tuple[int, ...] | None,
+) -> _Parts:
+    root = root_of(Kuu, blocks)
     A, Lu = root.whiten(Kuf), None if Kuv is None else root.whiten(Kuv)
     linear, precision, moving = _whitened_sites(root, Lu, lambda1, Lambda2)
     q = whitened_moments(linear, precision, A, kff)
     return _Parts(Tied(q.moments, root, linear, precision), q, Lu, moving)
 
 
-def _tied_jvp(primals: tuple, tangents: tuple) -> tuple[Tied, Tied]:
+def _tied_jvp(blocks: tuple[int, ...] | None, primals: tuple, tangents: tuple) -> tuple[Tied, Tied]:
     lambda1, Lambda2, Kuu, Kuf, kff, Kuv = primals
     dlambda1, dLambda2, dKuu, dKuf, dkff, dKuv = given_tangents(tangents)
-    value, q, Lu, moving = _evaluate(lambda1, Lambda2, Kuu, Kuf, kff, Kuv)
+    value, q, Lu, moving = _evaluate(lambda1, Lambda2, Kuu, Kuf, kff, Kuv, blocks)
     c, root, A = curvature(q), value.root, roots_of(q.moments).A
     explained = q.explained[..., None, :]
     dmean: Any = 0.0
@@ -177,7 +195,7 @@ def _tied_jvp(primals: tuple, tangents: tuple) -> tuple[Tied, Tied]:
             turn = -F
             dmean, dkl = dmean - matvec_transposed(c.U, Gm), dkl - drift
             left, right = jnp.where(explained, E, -c.U), jnp.where(explained, A + c.U, c.U)
-        dvariance = dvariance + jnp.sum(left * matmul(G, right), axis=-2)
+        dvariance = dvariance + jnp.sum(left * root.product(matmul, G, right), axis=-2)
         # The rest is for the roots and the whitened sites, which training does not differentiate.
         d = d + matvec(turn, value.lambda1)
         both = mirrored(matmul(turn, value.Lambda2))

@@ -9,6 +9,7 @@ variables.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 import dataclasses
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -233,6 +234,12 @@ class JointGaussian(AbstractJointGaussian):
     def size(self) -> int:
         return self.K.shape[0]
 
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Sizes of the blocks of K: one for each latent of each site, and one for w."""
+        sizes = [M for _, C, M in self.spans.values() for _ in range(C)]
+        return (*sizes, *((self.num_latents,) if self.num_latents else ()))
+
     def without_effects(self) -> Eliminated | None:
         """The sites of q(z), effects integrated out."""
         if self.effects is None:
@@ -250,13 +257,15 @@ class JointGaussian(AbstractJointGaussian):
         if self.projected:
             if rest is not None:
                 k, variance = rest.loaded(k, variance, loading)
-            q = tied(lambda1, Lambda2, self.K, k, variance, self.Kuv)
+            q = tied(lambda1, Lambda2, self.K, k, variance, self.Kuv, self.blocks)
             found, h = q.moments, jax.lax.stop_gradient(q).projections()
             perturbed = [each for each in (self.value, self.effects) if isinstance(each, Perturbed)]
             if any(each.zero.transported is not None for each in perturbed):
                 moved = jax.lax.stop_gradient(q).projected_sites()
         else:
-            A = whiten(self.K, k)[1]
+            ends = np.cumsum([0, *self.blocks]).tolist()
+            parts = [slice(*pair) for pair in itertools.pairwise(ends)]
+            A = jnp.concatenate([whiten(self.K[part, part], k[part])[1] for part in parts])
             if rest is not None:
                 A, variance = rest.loaded(A, variance, loading)
             found, h = natural_whitened(lambda1, Lambda2, A, variance), A
@@ -350,7 +359,7 @@ class JointGaussian(AbstractJointGaussian):
         elif rest is not None:
             lambda1, Lambda2 = rest.lambda1, rest.Lambda2
         if self.projected:
-            return tied_mean_and_root(lambda1, Lambda2, self.K, self.Kuv)
+            return tied_mean_and_root(lambda1, Lambda2, self.K, self.Kuv, self.blocks)
         L, _ = whiten(self.K, self.K[:, :0])
         return L, *natural_mean_and_root(lambda1, Lambda2)
 
