@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.inducing import AbstractInducing
-from numpyro_sgp.math.linalg import matmul, matvec, matvec_transposed, solve_lower
+from numpyro_sgp.math.linalg import matmul, matvec, solve_lower
 from numpyro_sgp.posteriors.dual.formulas import natural_mean_and_root, natural_whitened
 from numpyro_sgp.posteriors.dual.tied import tied, tied_mean_and_root
 from numpyro_sgp.posteriors.joint.effects import Eliminated, Loading, eliminated
@@ -184,6 +184,14 @@ class JointGaussian:
             extra = c * zero.epsilon1[g], quadratic
         return *perturb_marginals(self.value, h, mean, variance, extra=extra), kl
 
+    def explained(self, one: Columns, other: Columns) -> Array:
+        """What of Cov(η, η') z and the effects of groups explain, of predictors whose axes broadcast."""
+        result = jnp.sum(one.T * other.T, axis=0)
+        if self.effects is None:
+            return result
+        precision = 1.0 / self.effect_variance + value_of(self.effects).Lambda2[:, 0]
+        return result + _shared_effect(one, other) / precision[one.index]
+
     def covariance(self, one: Columns, other: Columns, prior: ArrayLike) -> Array:
         """Cov(η, η') of predictors whose axes broadcast.
 
@@ -192,14 +200,10 @@ class JointGaussian:
             other: predictors η'.
             prior: their prior covariance without the effects of groups.
         """
-        result = jnp.asarray(prior) - jnp.sum(one.A * other.A, axis=0) + jnp.sum(one.T * other.T, axis=0)
-        both = jnp.where(one.index == other.index, one.coefficient * other.coefficient, 0.0)
-        if self.effects is not None:
-            precision = 1.0 / self.effect_variance + value_of(self.effects).Lambda2[:, 0]
-            result = result + both / precision[one.index]
+        result = jnp.asarray(prior) - jnp.sum(one.A * other.A, axis=0) + self.explained(one, other)
         if not isinstance(self.value, Perturbed):
             return result
-        both, one, other = jax.lax.stop_gradient((both, one, other))
+        both, one, other = jax.lax.stop_gradient((_shared_effect(one, other), one, other))
         epsilon1, epsilon2 = self.value.zero.epsilon1, self.value.zero.epsilon2
         # Symmetric, so that its gradient is.
         moved = jnp.tensordot(0.5 * (epsilon2 + epsilon2.T), other.h, axes=1)
@@ -218,18 +222,10 @@ class JointGaussian:
             second = second + 0.5 * (crossed[0] + crossed[1]) + both * zero.epsilon2[one.index, 0]
         return result + second - one.mean * first[1] - other.mean * first[0]
 
-    def whitened(self, effects: Array | None = None) -> tuple[Array, Array, Array]:
-        """L with L Lᵀ = K, and mean (D,) and root (D, D) of the covariance of L⁻¹z.
-
-        Args:
-            effects: the effects of groups in their units, (G,), for z given these; None for z alone.
-        """
+    def whitened(self) -> tuple[Array, Array, Array]:
+        """L with L Lᵀ = K, and mean (D,) and root (D, D) of the covariance of L⁻¹z."""
         sites, rest = value_of(self.value), self.without_effects()
-        lambda1, Lambda2 = sites.lambda1, sites.Lambda2
-        if effects is not None:
-            lambda1 = lambda1 - matvec_transposed(value_of(self.effects).Lambda2[:, 1:], effects)
-        elif rest is not None:
-            lambda1, Lambda2 = rest.lambda1, rest.Lambda2
+        lambda1, Lambda2 = (sites.lambda1, sites.Lambda2) if rest is None else (rest.lambda1, rest.Lambda2)
         if self.projected:
             return tied_mean_and_root(lambda1, Lambda2, self.K, self.Kuv)
         L, _ = whiten(self.K, self.K[:, :0])
@@ -314,6 +310,11 @@ class JointGaussian:
         c = along(jnp.ones_like(e))
         numbered = along(jnp.arange(e.shape[0], dtype=e.dtype)) / jnp.where(c == 0.0, 1.0, c)
         return Predictor(value, k, parts, Loading(c, jnp.rint(jax.lax.stop_gradient(numbered)).astype(int)))
+
+
+def _shared_effect(one: Columns, other: Columns) -> Array:
+    """The coefficients of the effect of a group that two predictors share, multiplied."""
+    return jnp.where(one.index == other.index, one.coefficient * other.coefficient, 0.0)
 
 
 class Predictor(NamedTuple):
