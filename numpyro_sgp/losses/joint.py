@@ -337,8 +337,8 @@ class JointExpectation:
             return jnp.asarray(program.evaluate([program.outputs[term.name]], inputs, given)[0])
 
         if not term.roots:
-            nothing = jnp.zeros((0, 0), w.dtype)
-            return Conditional(nothing[0], nothing, lambda: nothing, log_density, False)
+            mean, none = jnp.zeros(0, w.dtype), jnp.zeros((0, 0), w.dtype)
+            return Conditional(mean, none, lambda: none, log_density, is_full=False)
         covariance = self._covariances(term, found, gains, ndim)
         rows = covariance.shape[:-2]
         mean = [
@@ -351,7 +351,7 @@ class JointExpectation:
             covariance,
             lambda: self._explained(term, found, gains, rows),
             log_density,
-            all(len(root.rows) == ndim for root in term.roots),
+            is_full=all(len(root.rows) == ndim for root in term.roots),
         )
 
     def _explained(
