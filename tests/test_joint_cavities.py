@@ -167,3 +167,17 @@ def test_a_scale_is_drawn_and_its_draws_are_weighted(again):
     assert np.all((khat > 0.0) & (khat < 0.5))
     if again:
         assert errors(svi, result, log_density, found).max() < 0.04
+
+
+def test_data_that_share_a_predictor_have_no_cavities():
+    both = np.stack([REALS, REALS[::-1]])
+
+    def model():
+        a = numpyro.sample("a", dist.Normal())
+        f = numpyro.sample("f", gp(KERNEL, X))
+        with numpyro.plate("replicates", 2, dim=-2), numpyro.plate("data", N, dim=-1):
+            numpyro.sample("y", dist.Normal(a + f, NOISE), obs=both)
+
+    svi, result = fitted(model, Z, 1, 0.5)
+    with pytest.raises(ValueError, match=r"shape \(2, 24\).*the rows \(24,\).*no other datum"):
+        loo_cavity(jax.random.key(1), svi, result)

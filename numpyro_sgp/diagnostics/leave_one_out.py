@@ -52,22 +52,25 @@ def loo_cavity(
 
         N(m − s′α, r + s′),   s′ = s / (1 − β s),
 
-    whose density of y_n is found by quadrature, with nodes where cavity and likelihood meet. It is exact for a Gaussian
-    likelihood of one latent for each datum, and for others as good as the sites are. Where the hyperparameters have a
-    posterior, draws of them are weighted by 1/p(y_n | y_−n, θ) with Pareto-smoothed importance sampling: that posterior
-    is without datum n too, and k̂ says how well that went. Sites are evaluated at the moments of q, so any guide will do
-    that has converged and whose mean and covariance are those of one Gaussian. `AutoQSGP`, and `AutoDecoupledGP` with a
-    mean basis, are none: the mean moves by more than the covariance says.
+    whose density of y_n is found by quadrature, with nodes where cavity and likelihood meet. Under a joint posterior f_n
+    is the vector of the linear predictors of datum n, with all GPs, coefficients and effects in them: s, r and β are
+    matrices, s′ = (I − s β)⁻¹s. The result is exact for a Gaussian likelihood of one latent or of linear predictors, and
+    for others as good as the sites are. Where hyperparameters have a posterior, and latents of a joint posterior that
+    are in no linear predictor, such as a noise scale, draws of them are weighted by 1/p(y_n | y_−n, θ) with
+    Pareto-smoothed importance sampling: that posterior is without datum n too, and k̂ says how well that went. Sites are
+    evaluated at the moments of q, so any guide will do that has converged and whose mean and covariance are those of one
+    Gaussian. `AutoQSGP`, and `AutoDecoupledGP` with a mean basis, are none: the mean moves by more than the covariance
+    says.
 
     Args:
-        rng_key: draws the hyperparameters.
+        rng_key: draws the hyperparameters and the latents in no linear predictor.
         svi: the fitted `SVI` object; its model and guide are used.
         result: what `SVI.run` returned, or a dict of parameters.
         model_args: arguments of the model: all of the data.
         var_name: the observed site; needed where there are several.
-        num_samples: draws of the hyperparameters; at least 30 where they have a posterior.
-        num_nodes: nodes along each axis, for one GP latent for each datum or two.
-        num_draws: antithetic draws where a datum has more latents; even.
+        num_samples: draws of these; at least 30 where there are any.
+        num_nodes: nodes along each axis, for one GP latent or linear predictor for each datum or two.
+        num_draws: antithetic draws where a datum has more; even.
         model_kwargs: keyword arguments of the model.
 
     Returns:
@@ -75,9 +78,9 @@ def loo_cavity(
 
     Raises:
         ImportError: ArviZ is not installed.
-        ValueError: no observed site of that name, or one that does not have one datum for each row of its GP latents;
-            a datum that depends on other rows; a GP on top of a GP; a guide whose mean has a basis of its own; too few
-            draws.
+        ValueError: no observed site of that name, or one that does not have one datum for each row of its GP latents
+            or linear predictors; a datum that depends on other rows; a GP on top of a GP; a guide whose mean has a
+            basis of its own; too few draws.
 
     References:
         Vehtari, Mononen, Tolvanen, Sivula and Winther (2016), "Bayesian leave-one-out cross-validation approximations
@@ -509,8 +512,8 @@ def _elpd_data(az: ModuleType, name: str, loo: np.ndarray, full: np.ndarray) -> 
         )
     if bad:
         warnings.warn(
-            f"The Pareto k of {bad} of {N} data is above {good_k:.2f}: without them the hyperparameters would be "
-            "elsewhere, and their leave-one-out densities are uncertain.",
+            f"The Pareto k of {bad} of {N} data is above {good_k:.2f}: without them the hyperparameters, or latents in "
+            "no linear predictor, would be elsewhere, and their leave-one-out densities are uncertain.",
             stacklevel=3,
         )
     in_sample = np.logaddexp.reduce(full, axis=0) - math.log(S)
