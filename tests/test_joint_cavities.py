@@ -1,5 +1,6 @@
 """Leave-one-out densities under joint posteriors, against dense linear algebra and against fitting again."""
 
+from functools import partial
 import warnings
 
 import arviz as az
@@ -107,10 +108,7 @@ def test_sums_of_gps_and_effects_have_the_densities_of_dense_algebra(form, monke
     H = np.concatenate([W, 1.0 + SIZE[:, None], SIZE[:, None] * np.eye(G)[GROUP]], axis=1)
     C = np.asarray(KERNEL(X, X)) + np.asarray(OTHER(T, T)) + NOISE**2 * np.eye(N)
     C = C + H @ np.diag([4.0, 4.0, 1.0, *[0.36] * G]) @ H.T
-    inverse, residual = np.linalg.inv(C), REALS - 0.5 * (1.0 + SIZE)
-    variance = 1.0 / np.diag(inverse)
-    exact = stats.norm.logpdf(variance * (inverse @ residual), 0.0, np.sqrt(variance))
-    np.testing.assert_allclose(found, exact, atol=1e-6)
+    np.testing.assert_allclose(found, exact(C, REALS - 0.5 * (1.0 + SIZE)), atol=1e-6)
     assert np.all(khat == 0.0)
     assert 1 in np.bincount(GROUP)
 
@@ -169,7 +167,7 @@ def test_a_scale_is_drawn_and_its_draws_are_weighted(again):
         assert errors(svi, result, log_density, found).max() < 0.04
 
 
-def test_data_that_share_a_predictor_have_no_cavities():
+def test_data_that_share_a_predictor_are_left_out_one_by_one():
     both = np.stack([REALS, REALS[::-1]])
 
     def model():
@@ -178,6 +176,39 @@ def test_data_that_share_a_predictor_have_no_cavities():
         with numpyro.plate("replicates", 2, dim=-2), numpyro.plate("data", N, dim=-1):
             numpyro.sample("y", dist.Normal(a + f, NOISE), obs=both)
 
+    found, _ = pointwise(*fitted(model, X, 2, 1.0), num_samples=2)
+    C = np.kron(np.ones((2, 2)), np.asarray(KERNEL(X, X)) + 1.0) + NOISE**2 * np.eye(2 * N)
+    np.testing.assert_allclose(found, exact(C, both.ravel()), atol=1e-6)
+
+
+@pytest.mark.thorough
+def test_a_process_may_be_in_the_noise_of_all_outputs():
+    both = np.stack([REALS, REALS[::-1]])
+
+    def model(alike):
+        a = numpyro.sample("a", dist.Normal())
+        with numpyro.plate("outputs", 2):
+            f = numpyro.sample("f", gp(KERNEL, X))
+        g = numpyro.sample("g", gp(sgp.kernels.SquaredExponential(2.0, 0.3), X))
+        with numpyro.plate("outputs", 2, dim=-2), numpyro.plate("data", N, dim=-1):
+            scale = jnp.exp(g - 1.0)
+            # The same numbers, with a predictor for each output.
+            scale = jnp.exp(jnp.stack([g, g]) - 1.0) if alike else scale
+            numpyro.sample("y", dist.Normal(a + f, scale), obs=both)
+
+    ends = []
+    for alike in (False, True):
+        svi, result = fitted(partial(model, alike), {"f": Z, "g": Z}, 20, 0.5)
+        ends.append(pointwise(svi, result, num_samples=2)[0])
+    np.testing.assert_allclose(*ends, atol=1e-6)
+
+
+def test_data_that_depend_on_other_rows_have_no_cavities():
+    def model():
+        a = numpyro.sample("a", dist.Normal())
+        f = numpyro.sample("f", gp(KERNEL, X))
+        numpyro.sample("y", dist.Normal(a + f, NOISE).to_event(1), obs=REALS)
+
     svi, result = fitted(model, Z, 1, 0.5)
-    with pytest.raises(ValueError, match=r"shape \(2, 24\).*the rows \(24,\).*no other datum"):
+    with pytest.raises(ValueError, match=r"shape \(\).*the rows \(24,\).*one row each"):
         loo_cavity(jax.random.key(1), svi, result)

@@ -52,15 +52,15 @@ def loo_cavity(
 
         N(m − s′α, r + s′),   s′ = s / (1 − β s),
 
-    whose density of y_n is found by quadrature, with nodes where cavity and likelihood meet. Under a joint posterior f_n
-    is the vector of the linear predictors of datum n, with all GPs, coefficients and effects in them: s, r and β are
-    matrices, s′ = (I − s β)⁻¹s. The result is exact for a Gaussian likelihood of one latent or of linear predictors, and
-    for others as good as the sites are. Where hyperparameters have a posterior, and latents of a joint posterior that
-    are in no linear predictor, such as a noise scale, draws of them are weighted by 1/p(y_n | y_−n, θ) with
-    Pareto-smoothed importance sampling: that posterior is without datum n too, and k̂ says how well that went. Sites are
-    evaluated at the moments of q, so any guide will do that has converged and whose mean and covariance are those of one
-    Gaussian. `AutoQSGP`, and `AutoDecoupledGP` with a mean basis, are none: the mean moves by more than the covariance
-    says.
+    whose density of y_n is found by quadrature, with nodes where cavity and likelihood meet. Under a joint posterior
+    f_n is the vector of the linear predictors of datum n, with all GPs, coefficients and effects in them: s, r and β
+    are matrices, s′ = (I − s β)⁻¹s. The result is exact for a Gaussian likelihood of one latent or of one linear
+    predictor, and for others as good as the sites are. Where hyperparameters have a posterior, and latents of a joint
+    posterior that are in no linear predictor, such as a noise scale, draws of them are weighted by 1/p(y_n | y_−n, θ)
+    with Pareto-smoothed importance sampling: that posterior is without datum n too, and k̂ says how well that went.
+    Sites are evaluated at the moments of q, so any guide will do that has converged and whose mean and covariance are
+    those of one Gaussian. `AutoQSGP`, and `AutoDecoupledGP` with a mean basis, are none: the mean moves by more than
+    the covariance says.
 
     Args:
         rng_key: draws the hyperparameters and the latents in no linear predictor.
@@ -184,17 +184,17 @@ class _Cavities:
         if not predictors.num_roots:
             raise ValueError(self._without_gp())
         found = predictors.at(jnp.zeros(predictors.num_nodes))
-        rows = [size for size in found.mean.shape[:-1] if size > 1]
-        has_own = found.is_full and rows == [size for size in self.mask.shape if size > 1]
+        rows, sizes = (tuple(size for size in each if size > 1) for each in (found.mean.shape[:-1], self.mask.shape))
         entries = jax.eval_shape(found.log_density, found.mean)
-        if has_own and entries.size == self.mask.size:
+        has_own = entries.size == self.mask.size and rows == sizes[max(0, len(sizes) - len(rows)) :]
+        if has_own:
             given = _Given.of(found, self.mask.shape)
             has_own = _has_rows_apart(given.log_prob, given.mean, self.mask.shape)
-        if not has_own or entries.size != self.mask.size:
+        if not has_own:
             msg = (
                 f"The observed site {self.name!r} has data of shape {self.mask.shape}, and its linear predictors have "
-                f"the rows {found.mean.shape[:-1]}. `loo_cavity` needs predictors for each datum that no other datum "
-                "depends on. Use `az.loo` on what `to_arviz` gives."
+                f"the rows {found.mean.shape[:-1]}. `loo_cavity` needs data that depend on one row each, with the rows "
+                "along their last axes. Use `az.loo` on what `to_arviz` gives."
             )
             raise ValueError(msg)
 
@@ -332,16 +332,24 @@ class _Given(NamedTuple):
 
     @classmethod
     def of(cls, found: Conditional, shape: tuple[int, ...]) -> "_Given":
-        """Linear predictors of data that have a shape."""
-        F = found.mean.shape[-1]
-        mean = jnp.moveaxis(found.mean, -1, 0).reshape(F, *shape)
+        """Linear predictors of data that have a shape, the last axes of which are those of the rows."""
+        F, sizes = found.mean.shape[-1], tuple(size for size in shape if size > 1)
+        mean = jnp.moveaxis(jnp.broadcast_to(found.mean, (*sizes, F)), -1, 0).reshape(F, *shape)
         covariance, explained = (
-            jnp.moveaxis(x, (-2, -1), (0, 1)).reshape(F, F, *shape) for x in (found.covariance, found.explained())
+            jnp.moveaxis(jnp.broadcast_to(x, (*sizes, F, F)), (-2, -1), (0, 1)).reshape(F, F, *shape)
+            for x in (found.covariance, found.explained())
         )
+        # Data along the first axes share predictors: each of them has its own values of these, one after another.
+        num_shared = len(sizes) + 1 - found.mean.ndim + found.num_shared
+        K = math.prod(sizes[:num_shared])
 
         def log_prob(values: Array) -> Array:
-            moved = jnp.moveaxis((values - mean).reshape(F, *found.mean.shape[:-1]), 0, -1)
-            return found.log_density(moved).reshape(shape)
+            moved = jnp.moveaxis((values - mean).reshape(F, *sizes), 0, -1).reshape(K, *sizes[num_shared:], F)
+
+            def at(k: Array) -> Array:
+                return found.log_density(jnp.broadcast_to(moved[k], found.mean.shape)).reshape(K, -1)[k]
+
+            return jax.vmap(at)(jnp.arange(K)).reshape(shape)
 
         return cls(log_prob, mean, covariance, explained)
 

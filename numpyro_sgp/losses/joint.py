@@ -68,14 +68,14 @@ class Conditional(NamedTuple):
             arguments, for training does not need it. The rest is the prior's.
         log_density: the entries of the term, as a function of displacements of the predictors from their means,
             (rows, F).
-        is_full: whether each of the rows has all F predictors for itself.
+        num_shared: how many of the first axes of the rows some predictor does not have: rows along them share it.
     """
 
     mean: Array
     covariance: Array
     explained: Callable[[], Array]
     log_density: Callable[[Array], Array]
-    is_full: bool
+    num_shared: int
 
 
 class Predictors(NamedTuple):
@@ -338,7 +338,7 @@ class JointExpectation:
 
         if not term.roots:
             mean, none = jnp.zeros(0, w.dtype), jnp.zeros((0, 0), w.dtype)
-            return Conditional(mean, none, lambda: none, log_density, is_full=False)
+            return Conditional(mean, none, lambda: none, log_density, 0)
         covariance = self._covariances(term, found, gains, ndim)
         rows = covariance.shape[:-2]
         mean = [
@@ -351,7 +351,7 @@ class JointExpectation:
             covariance,
             lambda: self._explained(term, found, gains, rows),
             log_density,
-            is_full=all(len(root.rows) == ndim for root in term.roots),
+            ndim - min(len(root.rows) for root in term.roots),
         )
 
     def _explained(
