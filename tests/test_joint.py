@@ -489,24 +489,6 @@ def test_importance_ratios_have_the_bound_as_their_mean(summed):
     assert sgp.diagnostics.psis_khat(jax.random.key(4), svi, result, y=COUNTS) < 0.7
 
 
-def test_leave_one_out_densities_are_exact_for_gaussian_outcomes():
-    svi, result = fitted(gaussian, sgp.AutoTSVGP(gaussian, X), 2)
-    loo = sgp.diagnostics.loo_cavity(jax.random.key(0), svi, result, y=REALS, num_samples=400)
-    H = np.concatenate([np.ones((N, 1)), W], axis=1)
-    C = np.asarray(KERNEL(X, X)) + H @ np.diag([9.0, 4.0, 4.0]) @ H.T + 0.09 * np.eye(N)
-    inverse, residual = np.linalg.inv(C), REALS - H @ [1.0, 0.0, 0.0]
-    variance = 1.0 / np.diag(inverse)
-    exact = dist.Normal(0.0, np.sqrt(variance)).log_prob(variance * (inverse @ residual))
-    found = np.asarray(loo["elpd_i"] if "elpd_i" in dir(loo) else loo["loo_i"])
-    np.testing.assert_allclose(found.sum(), exact.sum(), atol=0.3)
-
-
-def test_several_correlated_latents_have_no_cavities(summed):
-    _, svi, result = summed
-    with pytest.raises(ValueError, match="several latents for each datum"):
-        sgp.diagnostics.loo_cavity(jax.random.key(0), svi, result, y=COUNTS)
-
-
 def test_a_fresh_guide_predicts_from_parameters_alone(summed):
     model, svi, result = summed
     params = pickle.loads(pickle.dumps(result.params))

@@ -174,19 +174,6 @@ def test_importance_ratios_are_the_evidence_where_the_posterior_is_exact():
     np.testing.assert_allclose(np.asarray(stats["lp"]) - np.asarray(stats["log_q"]), evidence, atol=5e-3)
 
 
-@pytest.mark.parametrize("form", ["tied", pytest.param("natural", marks=pytest.mark.thorough)])
-def test_a_gp_given_the_effects_is_that_of_outcomes_without_them(form):
-    guide = FORMS[form](gaussian, X)
-    _, result = fitted(gaussian, guide, 2, 1.0)
-    q = guide.posterior(jax.random.key(1), result.params)["f"]
-    given = q.joint_run.given_latents("f", q)
-    K = np.asarray(KERNEL(X, X))
-    gain = np.linalg.solve(K + 0.09 * np.eye(N), K)
-    residual = REALS - SIZE * np.asarray(q.joint_run.latents["e"]["value"])[GROUP]
-    np.testing.assert_allclose(given.mean, gain.T @ residual, atol=1e-6)
-    np.testing.assert_allclose(given.variance, np.diag(K - K @ gain), atol=1e-6)
-
-
 @pytest.mark.thorough
 def test_thousands_of_effects_are_joint():
     rng = np.random.default_rng(2)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 import math
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 import warnings
 
 import jax
@@ -23,9 +23,11 @@ from numpyro_sgp.diagnostics.outputs import fitted_values
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import Trace, posteriors_of
 from numpyro_sgp.distributions.wrappers import log_prob_of, observed_mask, unwrap
+from numpyro_sgp.losses.joint import Conditional, JointExpectation, Predictors
 from numpyro_sgp.losses.quadrature_elbo import Particle, QuadratureELBO
 from numpyro_sgp.losses.rules import rules_of
 from numpyro_sgp.math.linalg import solve_lower
+from numpyro_sgp.math.quadrature import product_grid
 from numpyro_sgp.optim import NaturalGradient
 from numpyro_sgp.posteriors.moments import standard_deviation
 
@@ -50,22 +52,25 @@ def loo_cavity(
 
         N(m − s′α, r + s′),   s′ = s / (1 − β s),
 
-    whose density of y_n is found by quadrature, with nodes where cavity and likelihood meet. It is exact for a Gaussian
-    likelihood of one latent for each datum, and for others as good as the sites are. Where the hyperparameters have a
-    posterior, draws of them are weighted by 1/p(y_n | y_−n, θ) with Pareto-smoothed importance sampling: that posterior
-    is without datum n too, and k̂ says how well that went. Sites are evaluated at the moments of q, so any guide will do
-    that has converged and whose mean and covariance are those of one Gaussian. `AutoQSGP`, and `AutoDecoupledGP` with a
-    mean basis, are none: the mean moves by more than the covariance says.
+    whose density of y_n is found by quadrature, with nodes where cavity and likelihood meet. Under a joint posterior
+    f_n is the vector of the linear predictors of datum n, with all GPs, coefficients and effects in them: s, r and β
+    are matrices, s′ = (I − s β)⁻¹s. The result is exact for a Gaussian likelihood of one latent or of one linear
+    predictor, and for others as good as the sites are. Where hyperparameters have a posterior, and latents of a joint
+    posterior that are in no linear predictor, such as a noise scale, draws of them are weighted by 1/p(y_n | y_−n, θ)
+    with Pareto-smoothed importance sampling: that posterior is without datum n too, and k̂ says how well that went.
+    Sites are evaluated at the moments of q, so any guide will do that has converged and whose mean and covariance are
+    those of one Gaussian. `AutoQSGP`, and `AutoDecoupledGP` with a mean basis, are none: the mean moves by more than
+    the covariance says.
 
     Args:
-        rng_key: draws the hyperparameters.
+        rng_key: draws the hyperparameters and the latents in no linear predictor.
         svi: the fitted `SVI` object; its model and guide are used.
         result: what `SVI.run` returned, or a dict of parameters.
         model_args: arguments of the model: all of the data.
         var_name: the observed site; needed where there are several.
-        num_samples: draws of the hyperparameters; at least 30 where they have a posterior.
-        num_nodes: nodes along each axis, for one GP latent for each datum or two.
-        num_draws: antithetic draws where a datum has more latents; even.
+        num_samples: draws of these; at least 30 where there are any.
+        num_nodes: nodes along each axis, for one GP latent or linear predictor for each datum or two.
+        num_draws: antithetic draws where a datum has more; even.
         model_kwargs: keyword arguments of the model.
 
     Returns:
@@ -73,9 +78,9 @@ def loo_cavity(
 
     Raises:
         ImportError: ArviZ is not installed.
-        ValueError: no observed site of that name, or one that does not have one datum for each row of its GP latents;
-            a datum that depends on other rows; a GP on top of a GP; a guide whose mean has a basis of its own; too few
-            draws.
+        ValueError: no observed site of that name, or one that does not have one datum for each row of its GP latents
+            or linear predictors; a datum that depends on other rows; a GP on top of a GP; a guide whose mean has a
+            basis of its own; too few draws.
 
     References:
         Vehtari, Mononen, Tolvanen, Sivula and Winther (2016), "Bayesian leave-one-out cross-validation approximations
@@ -91,18 +96,6 @@ def loo_cavity(
     loo, full = jax.lax.map(cavities.log_densities, jax.random.split(rng_key, num_samples))
     loo, full = (np.asarray(x)[:, cavities.mask] for x in (loo, full))
     return _elpd_data(az, cavities.name, loo, full)
-
-
-def _given_latents(name: str, q: SparsePosterior) -> SparsePosterior:
-    """The posterior of a GP given the other latents, which count as hyperparameters."""
-    group = q.joint_run.group
-    if len(group.sites) > 1 or q.batch_shape not in ((), (1,)):
-        msg = (
-            f"The GP sites {list(group.sites)} have a joint posterior with several latents for each datum, which "
-            "`loo_cavity` takes to be independent. Use `az.loo` on what `to_arviz` gives."
-        )
-        raise ValueError(msg)
-    return q.joint_run.given_latents(name, q)
 
 
 class _Cavities:
@@ -136,7 +129,32 @@ class _Cavities:
             )
             raise ValueError(msg)
         self.mask = np.broadcast_to(observed_mask(site["fn"]), site["fn"].batch_shape)
-        for name, q in posteriors_of(guide_trace).items():
+        expectation = self._joint(particle, guide_trace)
+        if expectation is None:
+            self._check_posteriors(particle, guide_trace)
+        else:
+            self._check_predictors(expectation.predictors(self.name))
+
+    def _run(self, key: Array) -> tuple[Particle, Trace, Trace]:
+        # Guides take a mask of False for a prediction: parameters must be given, and nothing is fitted.
+        guide = handlers.mask(self.svi.guide, mask=False)
+        particle = Particle(self.loss, key, self.values, self.svi.model, guide, self.args, self.kwargs)
+        guide_trace = particle.run_guide(particle.guide_key, {})
+        return particle, guide_trace, particle.run_model(guide_trace, {})
+
+    def _log_prob(self, particle: Particle, guide_trace: Trace, values: Mapping[str, Array]) -> Array:
+        site = particle.run_model(guide_trace, values)[self.name]
+        return log_prob_of(site["fn"], site["value"])
+
+    def _joint(self, particle: Particle, guide_trace: Trace) -> JointExpectation | None:
+        """The joint posterior of what the data depend on; None where they depend on GP sites that have none."""
+        expectations = particle.joint_expectations(guide_trace, analytic=False)
+        return next((each for each in expectations if self.name in each.names), None)
+
+    def _check_posteriors(self, particle: Particle, guide_trace: Trace) -> None:
+        """Raise where a datum has no cavity under the posteriors of GP sites one by one."""
+        posteriors = _alone(guide_trace)
+        for name, q in posteriors.items():
             rows = self.mask.shape[-1:]
             if q.event_shape != rows or self.mask.shape not in (rows, (*q.batch_shape, *rows)):
                 msg = (
@@ -145,46 +163,15 @@ class _Cavities:
                     "GP site. Use `az.loo` on what `to_arviz` gives."
                 )
                 raise ValueError(msg)
-            if not svi.guide.family(name).has_cavities:
+            if not self.svi.guide.family(name).has_cavities:
                 msg = (
-                    f"The posterior of the GP site {name!r}, {type(svi.guide.family(name)).__name__}, has a mean and a "
-                    "covariance that are not those of one Gaussian. Use `az.loo` on what `to_arviz` gives, or another "
-                    "guide, such as `AutoSVGP` or `AutoTSVGP`."
+                    f"The posterior of the GP site {name!r}, {type(self.svi.guide.family(name)).__name__}, has a mean "
+                    "and a covariance that are not those of one Gaussian. Use `az.loo` on what `to_arviz` gives, or "
+                    "another guide, such as `AutoSVGP` or `AutoTSVGP`."
                 )
                 raise ValueError(msg)
-        self._check_rows(particle, guide_trace, posteriors_of(guide_trace))
-
-    def _run(self, key: Array) -> tuple[Particle, Trace, Trace]:
-        # Guides take a mask of False for a prediction: parameters must be given, and nothing is fitted.
-        guide = handlers.mask(self.svi.guide, mask=False)
-        particle = Particle(self.loss, key, self.values, self.svi.model, guide, self.args, self.kwargs)
-        guide_trace = particle.run_guide(particle.guide_key, {})
-        for name, q in posteriors_of(guide_trace).items():
-            if q.joint_run is not None:
-                guide_trace[name] = {**guide_trace[name], "fn": _given_latents(name, q)}
-        return particle, guide_trace, particle.run_model(guide_trace, {})
-
-    def _log_prob(self, particle: Particle, guide_trace: Trace, values: Mapping[str, Array]) -> Array:
-        site = particle.run_model(guide_trace, values)[self.name]
-        return log_prob_of(site["fn"], site["value"])
-
-    def _check_rows(self, particle: Particle, guide_trace: Trace, posteriors: Mapping[str, SparsePosterior]) -> None:
-        """Raise where the density of a datum depends on other rows of the GP sites than its own.
-
-        Where it does not, a tangent weighed by a number for each row has the derivative weighed by these numbers.
-        """
         values = {name: guide_trace[name]["value"] for name in posteriors}
-        rng = np.random.default_rng(1)
-        weights = jnp.asarray(rng.normal(size=self.mask.shape))
-        tangent = {name: jnp.asarray(rng.normal(size=value.shape), value.dtype) for name, value in values.items()}
-
-        def along(weights: Array) -> Array:
-            tangents = {name: weights.astype(t.dtype) * t for name, t in tangent.items()}
-            return jax.jvp(lambda values: self._log_prob(particle, guide_trace, values), (values,), (tangents,))[1]
-
-        weighed, alone = along(weights), weights * along(jnp.ones(self.mask.shape))
-        rounding = jnp.sqrt(jnp.finfo(weighed.dtype).eps) * jnp.abs(alone)
-        if jnp.any(jnp.abs(weighed - alone) > rounding):
+        if not _has_rows_apart(partial(self._log_prob, particle, guide_trace), values, self.mask.shape):
             msg = (
                 f"`loo_cavity` needs the observed site {self.name!r} to depend on row n of {sorted(values)} alone at "
                 "datum n, and some data depend on other rows. Give `GaussianProcess` its inputs in the order of the "
@@ -192,19 +179,43 @@ class _Cavities:
             )
             raise ValueError(msg)
 
+    def _check_predictors(self, predictors: Predictors) -> None:
+        """Raise where a datum has no linear predictors of its own."""
+        if not predictors.num_roots:
+            raise ValueError(self._without_gp())
+        found = predictors.at(jnp.zeros(predictors.num_nodes))
+        rows, sizes = (tuple(size for size in each if size > 1) for each in (found.mean.shape[:-1], self.mask.shape))
+        entries = jax.eval_shape(found.log_density, found.mean)
+        has_own = entries.size == self.mask.size and rows == sizes[max(0, len(sizes) - len(rows)) :]
+        if has_own:
+            given = _Given.of(found, self.mask.shape)
+            has_own = _has_rows_apart(given.log_prob, given.mean, self.mask.shape)
+        if not has_own:
+            msg = (
+                f"The observed site {self.name!r} has data of shape {self.mask.shape}, and its linear predictors have "
+                f"the rows {found.mean.shape[:-1]}. `loo_cavity` needs data that depend on one row each, with the rows "
+                "along their last axes. Use `az.loo` on what `to_arviz` gives."
+            )
+            raise ValueError(msg)
+
+    def _without_gp(self) -> str:
+        return f"The observed site {self.name!r} depends on no GP site, so it has no cavities. Use `az.loo`."
+
     def log_densities(self, key: Array) -> tuple[Array, Array]:
         """At each datum log p(y_n | θ, y_−n) and log p(y_n | θ, y), for the θ that belongs to a key."""
         particle, guide_trace, model_trace = self._run(key)
-        posteriors = posteriors_of(guide_trace)
+        expectation = self._joint(particle, guide_trace)
+        if expectation is not None:
+            return self._of_predictors(expectation.predictors(self.name), jax.random.fold_in(key, 1))
+        posteriors = _alone(guide_trace)
 
         def term(trace: Trace) -> dict[str, Array]:
             return {self.name: jnp.sum(log_prob_of(trace[self.name]["fn"], trace[self.name]["value"]))}
 
         model_at = partial(particle.run_model, guide_trace)
-        rules = rules_of(guide_trace, model_trace, posteriors, (self.name,), term, model_at)
+        rules = rules_of(guide_trace, model_trace, posteriors, (self.name,), term, model_at) if posteriors else []
         if not rules:
-            msg = f"The observed site {self.name!r} depends on no GP site, so it has no cavities. Use `az.loo`."
-            raise ValueError(msg)
+            raise ValueError(self._without_gp())
         # The same nodes for all draws of θ.
         means = {name: q.mean for name, q in posteriors.items()}
         by_site, weights = rules[0].nodes(self.loss.num_nodes, self.loss.num_samples, means, jax.random.key(0))
@@ -220,16 +231,14 @@ class _Cavities:
             values = {name: jnp.reshape(part, q.mean.shape) for (name, q), part in parts}
             return self._log_prob(particle, guide_trace, values)
 
-        mean, variance, explained = self._moments(posteriors)
-        likelihood = _Likelihood(log_prob, z, weights, mean, variance, self.floor)
-        left = 1.0 - likelihood.beta * explained
-        # A site that is as precise as the posterior or more is not a part of it.
-        s = jnp.where(left > 0.0, explained / left, jnp.nan)
-        loo = likelihood.log_expectation(mean - s * likelihood.alpha, variance - explained + s)
-        return loo, likelihood.log_expectation(mean, variance)
+        given = self._independent(posteriors, log_prob)
+        likelihood = _Likelihood(given, z, weights, self.floor)
+        # Each latent has a Gaussian of its own, and a site in it.
+        loo = likelihood.log_expectation(*given.cavity(likelihood.alpha, likelihood.B * _identity(given.mean)))
+        return loo, likelihood.log_expectation(given.mean, given.covariance)
 
-    def _moments(self, posteriors: Mapping[str, SparsePosterior]) -> tuple[Array, Array, Array]:
-        """Mean and variance of the D latents of each datum, and what of the variance is that of u, (D, ...)."""
+    def _independent(self, posteriors: Mapping[str, SparsePosterior], log_prob: Callable[[Array], Array]) -> "_Given":
+        """The D latents of each datum under independent posteriors."""
         moments = []
         for q in posteriors.values():
             covariance = q.moments.covariance
@@ -237,73 +246,218 @@ class _Cavities:
             of_u = q.variance if of_u is None else jnp.broadcast_to(of_u, q.mean.shape)
             moments.append([jnp.reshape(x, (-1, *self.mask.shape)) for x in (q.mean, q.variance, of_u)])
         mean, variance, explained = (jnp.concatenate(x) for x in zip(*moments, strict=True))
-        return mean, variance, explained
+        identity = _identity(mean)
+        return _Given(log_prob, mean, identity * variance, identity * explained)
+
+    def _of_predictors(self, predictors: Predictors, key: Array) -> tuple[Array, Array]:
+        """The densities at a draw of the latents that have nodes, the linear predictors integrated."""
+        P = predictors.num_nodes
+        xi = jax.random.normal(key, (P,))
+        given = _Given.of(predictors.at(xi), self.mask.shape)
+        z, weights = self._nodes_of_predictors(given.mean)
+        likelihood = _Likelihood(given, z, weights, self.floor)
+        alpha, B = likelihood.alpha, likelihood.B
+        if P:
+            alpha, B = self._site(predictors, given.mean, xi, z, weights)
+        loo = likelihood.log_expectation(*given.cavity(alpha, B))
+        return loo, likelihood.log_expectation(given.mean, given.covariance)
+
+    def _site(self, predictors: Predictors, mean: Array, xi: Array, z: Array, weights: Array) -> tuple[Array, Array]:
+        """The site of each datum given the latents that have nodes, w = m_w + L ξ: its gradient and precision.
+
+        The site of η and w together is Gaussian. Given w its precision is E[B], and its gradient E[α] + E[α ξᵀ]ξ.
+        """
+        nodes, of_nodes = _nodes_of_latents(predictors.num_nodes, xi.dtype)
+
+        def at(node: Array) -> tuple[Array, Array]:
+            likelihood = _Likelihood(_Given.of(predictors.at(node), self.mask.shape), z, weights, None)
+            return likelihood.alpha, likelihood.B
+
+        alphas, precisions = jax.lax.map(at, nodes)
+        alpha = jnp.tensordot(of_nodes * (1.0 + nodes @ xi), alphas, axes=1)
+        B = jnp.tensordot(of_nodes, precisions, axes=1)
+        floored = _floored(B, self.floor)
+        moved = mean - _Given.of(predictors.at(jnp.zeros_like(xi)), self.mask.shape).mean
+        return alpha - _matvec(floored - B, moved[None])[0], floored
+
+    def _nodes_of_predictors(self, mean: Array) -> tuple[Array, Array]:
+        """Standard normal nodes, (K, D, ...), and weights, the same for all draws of θ."""
+        D = len(mean)
+        if D <= 2:
+            grid, weights = product_grid(self.loss.num_nodes, D)
+            z = jnp.asarray(grid, mean.dtype).reshape(*grid.shape, *[1] * (mean.ndim - 1))
+            return jnp.broadcast_to(z, (len(grid), *mean.shape)), jnp.asarray(weights, mean.dtype)
+        half = jax.random.normal(jax.random.key(0), (self.loss.num_samples // 2, *mean.shape), mean.dtype)
+        K = 2 * len(half)
+        return _standardised(jnp.concatenate([half, -half])), jnp.full(K, 1.0 / K, mean.dtype)
+
+
+def _alone(guide_trace: Trace) -> dict[str, SparsePosterior]:
+    """The GP sites that have a posterior of their own."""
+    return {name: q for name, q in posteriors_of(guide_trace).items() if q.joint_run is None}
+
+
+def _has_rows_apart(log_prob: Callable[[Any], Array], values: Any, shape: tuple[int, ...]) -> bool:
+    """Whether the density of a datum depends on no rows of the values but its own.
+
+    Where it does not, a tangent weighed by a number for each row has the derivative weighed by these numbers.
+    """
+    rng = np.random.default_rng(1)
+    weights = jnp.asarray(rng.normal(size=shape))
+    tangent = jax.tree.map(lambda value: jnp.asarray(rng.normal(size=value.shape), value.dtype), values)
+
+    def along(weights: Array) -> Array:
+        tangents = jax.tree.map(lambda t: weights.astype(t.dtype) * t, tangent)
+        return jnp.reshape(jax.jvp(log_prob, (values,), (tangents,))[1], shape)
+
+    weighed, alone = along(weights), weights * along(jnp.ones(shape))
+    rounding = jnp.sqrt(jnp.finfo(weighed.dtype).eps) * jnp.abs(alone)
+    return not jnp.any(jnp.abs(weighed - alone) > rounding)
+
+
+class _Given(NamedTuple):
+    """The D latents or linear predictors of each datum, given the hyperparameters.
+
+    Attributes:
+        log_prob: of their values, (D, ...), at each datum, (...).
+        mean: m, (D, ...).
+        covariance: V, (D, D, ...).
+        explained: E, what of it the inducing variables and other members of q explain, (D, D, ...).
+    """
+
+    log_prob: Callable[[Array], Array]
+    mean: Array
+    covariance: Array
+    explained: Array
+
+    @classmethod
+    def of(cls, found: Conditional, shape: tuple[int, ...]) -> "_Given":
+        """Linear predictors of data that have a shape, the last axes of which are those of the rows."""
+        F, sizes = found.mean.shape[-1], tuple(size for size in shape if size > 1)
+        mean = jnp.moveaxis(jnp.broadcast_to(found.mean, (*sizes, F)), -1, 0).reshape(F, *shape)
+        covariance, explained = (
+            jnp.moveaxis(jnp.broadcast_to(x, (*sizes, F, F)), (-2, -1), (0, 1)).reshape(F, F, *shape)
+            for x in (found.covariance, found.explained())
+        )
+        # Data along the first axes share predictors: each of them has its own values of these, one after another.
+        num_shared = len(sizes) + 1 - found.mean.ndim + found.num_shared
+        K = math.prod(sizes[:num_shared])
+
+        def log_prob(values: Array) -> Array:
+            moved = jnp.moveaxis((values - mean).reshape(F, *sizes), 0, -1).reshape(K, *sizes[num_shared:], F)
+
+            def at(k: Array) -> Array:
+                return found.log_density(jnp.broadcast_to(moved[k], found.mean.shape)).reshape(K, -1)[k]
+
+            return jax.vmap(at)(jnp.arange(K)).reshape(shape)
+
+        return cls(log_prob, mean, covariance, explained)
+
+    def cavity(self, alpha: Array, B: Array) -> tuple[Array, Array]:
+        """Mean and covariance without the site of each datum, N(m − S′α, V − E + S′), S′ = (I − E B)⁻¹E.
+
+        A site that is as precise as the posterior or more is not a part of it: the mean is NaN there.
+        """
+        root = _root(self.explained)
+        left, U = _eigen(_identity(self.mean) - _sandwich(root, B))
+        in_posterior = jnp.all(left > 0.0, axis=0)
+        turned = _product(root, U) / jnp.sqrt(jnp.where(in_posterior, left, 1.0))
+        S = _product(turned, jnp.swapaxes(turned, 0, 1))
+        mean = self.mean - _matvec(S, alpha[None])[0]
+        return jnp.where(in_posterior, mean, jnp.nan), self.covariance - self.explained + S
 
 
 class _Likelihood:
     """The densities p(y_n | f_n) of all data, with D latents each, and their second-order expansions under q.
 
-    log p ≈ αᵀ(f − m) − ½ (f − m)ᵀB (f − m) + c, of which α = ∂ell/∂m, the diagonal of B is β = −2 ∂ell/∂v, and the
-    rest of B is −∂²ell/∂m∂mᵀ.
+    log p ≈ αᵀ(f − m) − ½ (f − m)ᵀB (f − m) + c, of which α = ∂ell/∂m and B = −2 ∂ell/∂V.
 
     Args:
-        log_prob: of values of f, (D, ...), at each datum, (...).
+        given: the latents under q.
         z: standard normal nodes, (K, D, ...), with weights (K,).
         weights: theirs.
-        mean: m, (D, ...).
-        variance: v, (D, ...).
-        floor: the least β, or None.
+        floor: the least entry on the diagonal of B, or None.
     """
 
-    def __init__(
-        self,
-        log_prob: Callable[[Array], Array],
-        z: Array,
-        weights: Array,
-        mean: Array,
-        variance: Array,
-        floor: float | None,
-    ) -> None:
-        self.log_prob, self.z, self.weights, self.mean = jax.vmap(log_prob), z, weights, mean
+    def __init__(self, given: _Given, z: Array, weights: Array, floor: float | None) -> None:
+        self.log_prob, self.z, self.weights, self.mean = jax.vmap(given.log_prob), z, weights, given.mean
 
-        def ell(mean: Array, variance: Array) -> Array:
+        def ell(mean: Array, covariance: Array) -> Array:
             # Each datum depends on its own row: the derivatives of the sum are those of each datum.
-            values = self.log_prob(mean + standard_deviation(variance) * z)
+            values = self.log_prob(mean + _matvec(_root(covariance), z))
             return jnp.sum(jnp.tensordot(weights, values, axes=1))
 
-        self.alpha, by_variance = jax.grad(ell, argnums=(0, 1))(mean, variance)
-        beta = -2.0 * by_variance
-        self.beta = beta if floor is None else jnp.maximum(beta, floor)
-        D = len(mean)
-        self.B = self.beta[None]
-        if D > 1:
+        self.alpha, by_covariance = jax.grad(ell, argnums=(0, 1))(given.mean, given.covariance)
+        # Of the covariance the root reads one triangle, so the derivative is that of both entries off the diagonal.
+        self.B = _floored(-(by_covariance + jnp.swapaxes(by_covariance, 0, 1)), floor)
 
-            def column(d: Array) -> Array:
-                one = jnp.zeros_like(mean).at[d].set(1.0)
-                return -jax.jvp(lambda m: jax.grad(ell)(m, variance), (mean,), (one,))[1]
-
-            diagonal = jnp.arange(D)
-            self.B = jax.lax.map(column, diagonal).at[diagonal, diagonal].set(self.beta)
-
-    def log_expectation(self, mean: Array, variance: Array) -> Array:
-        """The log of E[p(y_n | f_n)] under independent N(mean, variance), (...).
+    def log_expectation(self, mean: Array, covariance: Array) -> Array:
+        """The log of E[p(y_n | f_n)] under N(mean, covariance), (...).
 
         The nodes are those of the Gaussian that the expansion makes of the integrand, each weighed by what the two
-        densities there differ by. Nodes of N(mean, variance) itself miss a likelihood much narrower than it. Where
+        densities there differ by. Nodes of N(mean, covariance) itself miss a likelihood much narrower than it. Where
         log p is quadratic the weighed terms are all the same, so the result is exact.
         """
-        # With f = mean + √variance x: a standard normal x, and an expansion with a precision of G at x = δ.
-        scale = standard_deviation(variance)
-        delta = jnp.where(scale == 0.0, 0.0, (self.mean - mean) / scale)
-        precision, U = _eigen(scale[:, None] * self.B * scale[None])
+        # With f = mean + L x: a standard normal x, and an expansion with a precision of G = LᵀBL about Lx = m − mean.
+        L = _root(covariance)
+        precision, U = _eigen(_sandwich(L, self.B))
+        linear = jnp.stack([self.alpha, _matvec(self.B, (self.mean - mean)[None])[0]])
+        alpha, moved = _matvec(jnp.swapaxes(_product(L, U), 0, 1), linear)
         # Log-densities may be convex, and a precision of I + G that is not positive is none.
-        precision = jnp.maximum(precision, 0.0)
-        turned = _matvec(jnp.swapaxes(U, 0, 1), jnp.stack([scale * self.alpha, delta]))
+        moved, precision = jnp.where(precision > 0.0, moved, 0.0), jnp.maximum(precision, 0.0)
         root = 1.0 / jnp.sqrt(1.0 + precision)
-        x = _matvec(U, root**2 * (turned[0] + precision * turned[1]) + root * self.z)
+        x = _matvec(U, root**2 * (alpha + moved) + root * self.z)
         log_ratio = 0.5 * jnp.sum(self.z**2 - x**2, axis=1) + jnp.sum(jnp.log(root), axis=0)
-        values = self.log_prob(mean + scale * x) + log_ratio
+        values = self.log_prob(mean + _matvec(L, x)) + log_ratio
         return jax.scipy.special.logsumexp(values, axis=0, b=self.weights.reshape(-1, *[1] * (values.ndim - 1)))
+
+
+def _floored(B: Array, floor: float | None) -> Array:
+    """Precisions, (D, D, ...), of which those on the diagonal have a floor."""
+    if floor is None:
+        return B
+    diagonal = jnp.arange(len(B))
+    return B.at[diagonal, diagonal].max(floor)
+
+
+def _nodes_of_latents(dimension: int, dtype: Any) -> tuple[Array, Array]:
+    """Standard normal nodes for latents outside linear predictors, (K, dimension), and weights, (K,)."""
+    if dimension <= 2:
+        nodes, weights = product_grid(8, dimension)
+        return jnp.asarray(nodes, dtype), jnp.asarray(weights, dtype)
+    # Regressions on `dimension` numbers: several draws for each.
+    half = jax.random.normal(jax.random.key(0), (max(32, 2 * dimension), dimension), dtype)
+    K = 2 * len(half)
+    return _standardised(jnp.concatenate([half, -half])), jnp.full(K, 1.0 / K, dtype)
+
+
+def _identity(mean: Array) -> Array:
+    """(D, D, 1, ...) for (D, ...)."""
+    D = len(mean)
+    return jnp.eye(D, dtype=mean.dtype).reshape(D, D, *[1] * (mean.ndim - 1))
+
+
+def _root(V: Array) -> Array:
+    """Lower roots, (D, D, ...), of covariances, which may be singular; of which the lower triangle is read."""
+    L = jnp.zeros_like(V)
+    for j in range(len(V)):
+        column = V[j:, j] - jnp.sum(L[j:, :j] * L[j, :j], axis=1)
+        # What rounding leaves of a variance that others explain is none.
+        rest = jnp.where(column[0] > 10.0 * jnp.finfo(V.dtype).eps * V[j, j], column[0], 0.0)
+        pivot = standard_deviation(rest)
+        L = L.at[j:, j].set(jnp.where(pivot > 0.0, column / jnp.where(pivot > 0.0, pivot, 1.0), 0.0))
+        L = L.at[j, j].set(pivot)
+    return L
+
+
+def _product(A: Array, B: Array) -> Array:
+    """Matrices times matrices, (D, D, ...) both."""
+    return jnp.einsum("ij...,jk...->ik...", A, B, precision=jax.lax.Precision.HIGHEST)
+
+
+def _sandwich(L: Array, B: Array) -> Array:
+    """LᵀBL."""
+    return _product(jnp.swapaxes(L, 0, 1), _product(B, L))
 
 
 def _eigen(G: Array) -> tuple[Array, Array]:
@@ -366,8 +520,8 @@ def _elpd_data(az: ModuleType, name: str, loo: np.ndarray, full: np.ndarray) -> 
         )
     if bad:
         warnings.warn(
-            f"The Pareto k of {bad} of {N} data is above {good_k:.2f}: without them the hyperparameters would be "
-            "elsewhere, and their leave-one-out densities are uncertain.",
+            f"The Pareto k of {bad} of {N} data is above {good_k:.2f}: without them the hyperparameters, or latents in "
+            "no linear predictor, would be elsewhere, and their leave-one-out densities are uncertain.",
             stacklevel=3,
         )
     in_sample = np.logaddexp.reduce(full, axis=0) - math.log(S)

@@ -25,7 +25,7 @@ from numpyro_sgp.distributions.traces import Trace
 from numpyro_sgp.distributions.wrappers import unwrap
 from numpyro_sgp.guides.members import Group, again, log_densities, summed, transforms_of
 from numpyro_sgp.guides.parameters import SiteParameters
-from numpyro_sgp.math.linalg import cholesky, matmul, matvec, matvec_transposed, solve_lower, with_jitter
+from numpyro_sgp.math.linalg import cholesky, matmul, matvec, matvec_transposed, with_jitter
 from numpyro_sgp.posteriors.dual.tied import shared_covariance
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, inducing_param, refuse_growing
 from numpyro_sgp.posteriors.gaussian import InducingGaussian
@@ -337,28 +337,6 @@ class JointRun:
         return SparsePosterior(
             q.prior, moments(mean, q.prior.kernel(q.prior.X), A, None, ratio), q.batch_shape, joint=False
         )
-
-    def given_latents(self, site: str, q: SparsePosterior) -> SparsePosterior:
-        """q(f) of a single GP given the draw of the latents."""
-        start, C, M = self.gaussian.spans[site]
-        assert C == 1
-        P = self.num_latents
-        mean, S_sqrt = self.mean, self.S_sqrt
-        if self.group.effects is not None:
-            _, mean, S_sqrt = self.gaussian.whitened(self.effects)
-        m, u = mean[start : start + M], S_sqrt[start : start + M]
-        S = matmul(u, u.T)
-        if P:
-            w = S_sqrt[-P:]
-            root = cholesky(matmul(w, w.T))
-            gain = solve_lower(root, matmul(w, u.T))
-            moved = solve_lower(root, (self.v[-P:] - mean[-P:])[:, None])[:, 0]
-            S, m = S - matmul(gain.T, gain), m + matvec(gain.T, moved)
-        S = cholesky(S, 10.0 * float(jnp.finfo(u.dtype).eps))
-        A = roots_of(q.moments).A
-        T = matmul(S.T, A)
-        given = moments(matvec_transposed(A, m), q.prior.kernel(q.prior.X), A, T, q.kl)
-        return SparsePosterior(q.prior, given, q.batch_shape, joint=False)
 
     @staticmethod
     def _of_each(x: Array) -> Array:

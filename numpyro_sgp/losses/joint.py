@@ -27,7 +27,7 @@ from numpyro_sgp.posteriors.joint.effects import Loading
 from numpyro_sgp.posteriors.joint.formulas import Columns, Predictor
 from numpyro_sgp.posteriors.moments import standard_deviation
 
-__all__ = ["JointExpectation"]
+__all__ = ["Conditional", "JointExpectation", "Predictors"]
 
 # Nodes for one latent that is not in a linear predictor, for each of two, and the most latents that have nodes.
 _NODES_OF_ONE, _NODES_OF_TWO, _MOST_WITH_NODES = 8, 5, 32
@@ -49,10 +49,48 @@ class _Latents(NamedTuple):
         return Columns(*(each[..., np.searchsorted(self.places, index)] for each in self.columns))
 
 
+# Predictors that do not move with nodes and their moments, by number of the root.
+_Known = dict[int, tuple[Predictor, Columns]]
+
+
 def _flat(predictor: Predictor, variance: Array) -> tuple[Array, ...]:
     """What `JointGaussian.posterior` asks for, of a predictor of any shape."""
     c, index = predictor.loading
     return predictor.k.reshape(predictor.k.shape[0], -1), variance.ravel(), c.ravel(), index.ravel()
+
+
+class Conditional(NamedTuple):
+    """The F linear predictors that each entry of a term looks at, given the latents that have nodes.
+
+    Attributes:
+        mean: (rows, F).
+        covariance: (rows, F, F).
+        explained: what of the covariance z and the effects of groups explain, (rows, F, F), as a function without
+            arguments, for training does not need it. The rest is the prior's.
+        log_density: the entries of the term, as a function of displacements of the predictors from their means,
+            (rows, F).
+        num_shared: how many of the first axes of the rows some predictor does not have: rows along them share it.
+    """
+
+    mean: Array
+    covariance: Array
+    explained: Callable[[], Array]
+    log_density: Callable[[Array], Array]
+    num_shared: int
+
+
+class Predictors(NamedTuple):
+    """The linear predictors of a term.
+
+    Attributes:
+        num_roots: how many variables of the program they are in; 0 where the term depends on nodes alone.
+        num_nodes: how many numbers have nodes of their own.
+        at: the predictors given these, as a function of standard normal numbers, (num_nodes,).
+    """
+
+    num_roots: int
+    num_nodes: int
+    at: Callable[[Array], Conditional]
 
 
 class JointExpectation:
@@ -120,7 +158,45 @@ class JointExpectation:
             count = sum(root.count for root in term.roots)
             if count > 2 and any((term.name, site) in run.group.coupled for site in term.sites):
                 warnings.warn(_sampled(term, count, self.num_samples), UserWarning, stacklevel=2)
-        # All columns that do not move with nodes share one factorisation.
+        latents, known, kl = self._moments(terms)
+        result = -kl
+        if self.own:
+            index = run.places(self.own)
+            own = latents.at(index)
+            # (Without the floor that the variances of predictors have: what it takes back is in the terms, too.)
+            variance = gaussian.covariance(own, own, jnp.diagonal(gaussian.root @ gaussian.root.T)[index])
+            result = result - expected_reference(gaussian.offset[index] + own.mean, variance)
+        result = jnp.asarray(result if scale is None else scale * result)
+        for number, term in enumerate(terms):
+            key = jax.random.fold_in(self.rng_key, number)
+            result = result + self._integrate(term, known[number], latents, key)
+        return result
+
+    def predictors(self, name: str) -> Predictors:
+        """The linear predictors of a term, to be integrated by the caller.
+
+        Args:
+            name: of the term.
+        """
+        term = self.terms.term(name)
+        latents, (known,), _ = self._moments([term])
+        index, offset = self.run.places(term.nodes), self.run.gaussian.offset
+        if not len(index):
+            return Predictors(len(term.roots), 0, lambda _: self._conditional(term, known, None, offset))
+        own, L = self._own(index, latents)
+
+        def at(xi: Array) -> Conditional:
+            return self._conditional(term, known, (own, L, xi), offset.at[index].add(own.mean + L @ xi))
+
+        return Predictors(len(term.roots), len(index), at)
+
+    def _moments(self, terms: list[Term]) -> tuple[_Latents, list[_Known], Array]:
+        """Moments of the latents that have nodes and of the predictors that do not move with them, and the divergence.
+
+        All of them share one factorisation.
+        """
+        run = self.run
+        gaussian = run.gaussian
         needed = run.places({*self.own, *(name for term in terms for name in term.nodes)})
         k, variance = gaussian.of_latents()
         none = Loading(jnp.zeros(len(needed), variance.dtype), jnp.zeros(len(needed), int))
@@ -141,23 +217,16 @@ class JointExpectation:
         )
         columns, kl = gaussian.posterior(k, variance, Loading(*loading))
         latents = _Latents(needed, columns.take(0, int(ends[1]), (int(ends[1]),)))
-        result = -kl
-        if self.own:
-            index = run.places(self.own)
-            own = latents.at(index)
-            # (Without the floor that the variances of predictors have: what it takes back is in the terms, too.)
-            variance = gaussian.covariance(own, own, jnp.diagonal(gaussian.root @ gaussian.root.T)[index])
-            result = result - expected_reference(gaussian.offset[index] + own.mean, variance)
-        result = jnp.asarray(result if scale is None else scale * result)
-        for number, term in enumerate(terms):
-            known = {
+        known = [
+            {
                 root.number: (predictor, columns.take(int(ends[place]), int(ends[place + 1]), root.shape))
                 for root in term.roots
                 if (term.name, root.number) in fixed
                 for predictor, place in [fixed[term.name, root.number]]
             }
-            result = result + self._integrate(term, known, latents, jax.random.fold_in(self.rng_key, number))
-        return result
+            for term in terms
+        ]
+        return latents, known, kl
 
     def _predictor(self, term: Term, root: Root, w: Array) -> Predictor:
         """A linear predictor with the latents that have nodes at their values in w."""
@@ -182,20 +251,13 @@ class JointExpectation:
             of, (f, w), rows, jnp.asarray(moving, w.dtype), has_effects=has_effects, covariances=coupled
         )
 
-    def _integrate(
-        self, term: Term, known: Mapping[int, tuple[Predictor, Columns]], latents: _Latents, rng_key: Array
-    ) -> Array:
+    def _integrate(self, term: Term, known: _Known, latents: _Latents, rng_key: Array) -> Array:
         run, gaussian = self.run, self.run.gaussian
         index = run.places(term.nodes)
         key_nodes, key_rows = jax.random.split(rng_key)
         if not len(index):
             return self._given_nodes(term, known, None, gaussian.offset, key_rows)
-        own = latents.at(index)
-        prior = (gaussian.root @ gaussian.root.T)[np.ix_(index, index)]
-        first, second = (Columns(*(jnp.expand_dims(each, each.ndim - 1 + axis) for each in own)) for axis in (1, 0))
-        covariance = gaussian.covariance(first, second, prior)
-        own_index = jnp.arange(len(index))
-        L = cholesky(covariance.at[own_index, own_index].set(own.variance))
+        own, L = self._own(index, latents)
         nodes, weights = self._nodes(len(index), key_nodes, L.dtype)
 
         def at(node: Array) -> Array:
@@ -203,6 +265,15 @@ class JointExpectation:
             return self._given_nodes(term, known, (own, L, node), w, key_rows)
 
         return jnp.sum(weights * jax.vmap(at)(nodes))
+
+    def _own(self, index: np.ndarray, latents: _Latents) -> tuple[Columns, Array]:
+        """Moments of the latents at some places in w, and a root of their covariance."""
+        gaussian, own = self.run.gaussian, latents.at(index)
+        prior = (gaussian.root @ gaussian.root.T)[np.ix_(index, index)]
+        first, second = (Columns(*(jnp.expand_dims(each, each.ndim - 1 + axis) for each in own)) for axis in (1, 0))
+        covariance = gaussian.covariance(first, second, prior)
+        own_index = jnp.arange(len(index))
+        return own, cholesky(covariance.at[own_index, own_index].set(own.variance))
 
     def _nodes(self, dimension: int, rng_key: Array, dtype: Any) -> tuple[Array, Array]:
         if dimension <= 2:
@@ -216,12 +287,37 @@ class JointExpectation:
     def _given_nodes(
         self,
         term: Term,
-        known: Mapping[int, tuple[Predictor, Columns]],
+        known: _Known,
         node: tuple[Columns, Array, Array] | None,
         w: Array,
         rng_key: Array,
     ) -> Array:
         """The expectation over the linear predictors, given the latents that have nodes."""
+        given = self._conditional(term, known, node, w)
+        if not term.roots:
+            return jnp.sum(given.log_density(given.mean))
+        ndim, covariance = given.mean.ndim - 1, given.covariance
+        z, weights = self._rows(term, ndim, covariance, rng_key)
+
+        def at(z: Array) -> Array:
+            return jnp.sum(given.log_density(z))
+
+        if covariance.shape[-1] <= 2 or any(len(root.rows) < ndim for root in term.roots):
+            return jnp.sum(weights * jax.vmap(at)(z))
+        # A quadratic function is a control variate: draws are for the rest. Pairs of draws have no odd part.
+        other, _ = self._rows(term, ndim, covariance, jax.random.fold_in(rng_key, 1))
+        H = jax.lax.stop_gradient(jnp.mean(jax.lax.map(lambda z: _hessian(at, z), other), axis=0))
+        rest = jax.vmap(lambda z: at(z) - 0.5 * jnp.einsum("...f,...fg,...g->", z, H, z))(z)
+        return jnp.sum(weights * rest) + 0.5 * jnp.sum(H * covariance)
+
+    def _conditional(
+        self,
+        term: Term,
+        known: _Known,
+        node: tuple[Columns, Array, Array] | None,
+        w: Array,
+    ) -> Conditional:
+        """The linear predictors given the latents that have nodes."""
         gaussian, program = self.run.gaussian, self.program
         inputs = {site: self.means[site] for site in term.sites} | self.run.unflattened(w) | self._no_effects()
         found = {}
@@ -234,9 +330,7 @@ class JointExpectation:
             k, flat, *loading = _flat(predictor, variance)
             columns, _ = gaussian.posterior(k, flat, Loading(*loading))
             found[root.number] = predictor, columns.take(0, variance.size, root.shape)
-        if not term.roots:
-            return jnp.sum(program.evaluate([program.outputs[term.name]], inputs)[0])
-        ndim = max(len(root.rows) for root in term.roots)
+        ndim = max((len(root.rows) for root in term.roots), default=0)
         gains, means = {}, {}
         for root in term.roots:
             predictor, columns = found[root.number]
@@ -250,11 +344,8 @@ class JointExpectation:
                 gain = solve_lower(L, C.reshape(C.shape[0], -1)).reshape(C.shape)
                 gains[root.number] = gain
                 means[root.number] = means[root.number] + jnp.tensordot(xi, gain, axes=1)
-        blocks = self._covariances(term, found, gains, ndim)
-        z, weights = self._rows(term, ndim, blocks, rng_key)
-        sampled = blocks.shape[-1] > 2 and all(len(root.rows) == ndim for root in term.roots)
 
-        def at(z: Array) -> Array:
+        def log_density(z: Array) -> Array:
             given, start = {}, 0
             for root in term.roots:
                 part = z[..., start : start + root.count]
@@ -262,15 +353,49 @@ class JointExpectation:
                 part = part[tuple(slice(None) if size > 1 else slice(0, 1) for size in shape)]
                 given[root.number] = means[root.number] + root.restored(part)
                 start += root.count
-            return jnp.sum(program.evaluate([program.outputs[term.name]], inputs, given)[0])
+            return jnp.asarray(program.evaluate([program.outputs[term.name]], inputs, given)[0])
 
-        if not sampled:
-            return jnp.sum(weights * jax.vmap(at)(z))
-        # A quadratic function is a control variate: draws are for the rest. Pairs of draws have no odd part.
-        other, _ = self._rows(term, ndim, blocks, jax.random.fold_in(rng_key, 1))
-        H = jax.lax.stop_gradient(jnp.mean(jax.lax.map(lambda z: _hessian(at, z), other), axis=0))
-        rest = jax.vmap(lambda z: at(z) - 0.5 * jnp.einsum("...f,...fg,...g->", z, H, z))(z)
-        return jnp.sum(weights * rest) + 0.5 * jnp.sum(H * blocks)
+        if not term.roots:
+            mean, none = jnp.zeros(0, w.dtype), jnp.zeros((0, 0), w.dtype)
+            return Conditional(mean, none, lambda: none, log_density, 0)
+        covariance = self._covariances(term, found, gains, ndim)
+        rows = covariance.shape[:-2]
+        mean = [
+            jnp.broadcast_to(each, (*rows, each.shape[-1]))
+            for root in term.roots
+            for each in [root.arranged(means[root.number], ndim)]
+        ]
+        return Conditional(
+            jnp.concatenate(mean, axis=-1),
+            covariance,
+            lambda: self._explained(term, found, gains, rows),
+            log_density,
+            ndim - min(len(root.rows) for root in term.roots),
+        )
+
+    def _explained(
+        self,
+        term: Term,
+        found: _Known,
+        gains: Mapping[int, Array],
+        rows: tuple[int, ...],
+    ) -> Array:
+        """What of these covariances z and the effects of groups explain, (rows, F, F)."""
+
+        def together(values: Mapping[int, Array]) -> Array:
+            parts = [root.arranged(values[root.number], len(rows)) for root in term.roots]
+            shapes = [(*part.shape[: -len(rows) - 1], *rows, part.shape[-1]) for part in parts]
+            return jnp.concatenate([jnp.broadcast_to(*pair) for pair in zip(parts, shapes, strict=True)], axis=-1)
+
+        fields = zip(*(found[root.number][1] for root in term.roots), strict=True)
+        numbers = [root.number for root in term.roots]
+        columns = Columns(*(together(dict(zip(numbers, field, strict=True))) for field in fields))
+        first, second = (Columns(*(jnp.expand_dims(each, axis) for each in columns)) for axis in (-1, -2))
+        explained = self.run.gaussian.explained(first, second)
+        if gains:
+            gain = together(gains)
+            explained = explained - jnp.sum(gain[..., None] * gain[..., None, :], axis=0)
+        return explained
 
     def _covariances(
         self,

@@ -58,6 +58,11 @@ def _mutable(trace: Trace) -> dict[str, Any]:
     return {name: site["value"] for name, site in trace.items() if site["type"] == "mutable"}
 
 
+def _joint_runs(posteriors: Mapping[str, SparsePosterior]) -> list[Any]:
+    """The runs of GP sites that are integrated by linear predictors, each once."""
+    return list({id(run): run for q in posteriors.values() if (run := _run_of(q)) is not None}.values())
+
+
 class _Reflect(Messenger):
     """Mirrors each GP sample at its mean: the second draw of an antithetic pair."""
 
@@ -212,12 +217,33 @@ class Particle:
         depends = eval_provenance(moments, **{name: guide_trace[name]["value"] for name in sites})
         return frozenset().union(*(set(mean | variance) - {name} for name, (mean, variance) in depends.items()))
 
+    def joint_expectations(self, guide_trace: Trace, analytic: bool) -> list[JointExpectation]:
+        """The integrals over each joint posterior.
+
+        Args:
+            guide_trace: a run of the guide.
+            analytic: whether a known divergence of a latent that is no member may be used.
+        """
+        posteriors = posteriors_of(guide_trace)
+        return [
+            JointExpectation(
+                run,
+                partial(self.run_model, guide_trace),
+                {name: posteriors[name].prior.prior_mean_of(posteriors[name].batch_shape) for name in run.group.sites},
+                lambda trace, name: _latent_term(trace[name], guide_trace[name], analytic),
+                self.loss.num_nodes,
+                self.loss.num_samples,
+                jax.random.fold_in(self.noise_key, number),
+            )
+            for number, run in enumerate(_joint_runs(posteriors), 1)
+        ]
+
     def elbo_given(self, guide_trace: Trace, parents: frozenset[str]) -> tuple[Array, dict[str, Any] | None]:
         everything = posteriors_of(guide_trace)
         if self.training:
             check_kept(everything, self.guide, type(self.loss).__name__)
-        runs = {id(run): run for q in everything.values() if (run := _run_of(q)) is not None}
-        members = {name for run in runs.values() for name in (*run.group.sites, *run.group.latents)}
+        runs = _joint_runs(everything)
+        members = {name for run in runs for name in (*run.group.sites, *run.group.latents)}
         sites = {name: q for name, q in everything.items() if name not in members}
         model_trace = self.run_model(guide_trace, {})
         check_model_guide_match(model_trace, guide_trace)
@@ -229,18 +255,7 @@ class Particle:
         analytic = guide_order == [name for name in sample_sites(model_trace) if name in guide_trace]
 
         model_at = partial(self.run_model, guide_trace)
-        joint = [
-            JointExpectation(
-                run,
-                model_at,
-                {name: everything[name].prior.prior_mean_of(everything[name].batch_shape) for name in run.group.sites},
-                lambda trace, name: _latent_term(trace[name], guide_trace[name], analytic),
-                self.loss.num_nodes,
-                self.loss.num_samples,
-                jax.random.fold_in(self.noise_key, number),
-            )
-            for number, run in enumerate(runs.values(), 1)
-        ]
+        joint = self.joint_expectations(guide_trace, analytic)
         # Missing outcomes are drawn from the likelihood by the guide, too: log p − log q is zero.
         outcomes = {name for name in sample_sites(model_trace) if model_trace[name]["is_observed"]}
         missing = {name for name in sample_sites(guide_trace) if is_missing_outcome(name, outcomes)}

@@ -21,7 +21,7 @@ import numpy as np
 
 from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.inducing import AbstractInducing
-from numpyro_sgp.math.linalg import matmul, matvec, matvec_transposed, solve_lower
+from numpyro_sgp.math.linalg import matmul, matvec, solve_lower
 from numpyro_sgp.posteriors.dual.formulas import natural_mean_and_root, natural_whitened
 from numpyro_sgp.posteriors.dual.tied import tied, tied_mean_and_root
 from numpyro_sgp.posteriors.joint.effects import Eliminated, Loading, eliminated
@@ -110,6 +110,10 @@ class AbstractJointGaussian(ABC):
             variance: prior variances of the predictors without the effects of groups, (E,).
             loading: these effects; None for predictors without any.
         """
+
+    @abstractmethod
+    def explained(self, one: Columns, other: Columns) -> Array:
+        """What of Cov(η, η') z and the effects of groups explain, of predictors whose axes broadcast."""
 
     @abstractmethod
     def covariance(self, one: Columns, other: Columns, prior: ArrayLike, *, perturbed: bool = True) -> Array:
@@ -311,25 +315,27 @@ class JointGaussian(AbstractJointGaussian):
             extra = c * zero.epsilon1[g], quadratic
         return *perturb_marginals(self.value, h, mean, variance, extra=extra), kl
 
+    def explained(self, one: Columns, other: Columns) -> Array:
+        result = jnp.sum(one.T * other.T, axis=0)
+        if self.effects is None:
+            return result
+        precision = 1.0 / self.effect_variance + value_of(self.effects).Lambda2[:, 0]
+        return result + _shared_effect(one, other) / precision[one.index]
+
     def covariance(self, one: Columns, other: Columns, prior: ArrayLike, *, perturbed: bool = True) -> Array:
-        result = jnp.asarray(prior) - jnp.sum(one.A * other.A, axis=0) + jnp.sum(one.T * other.T, axis=0)
-        if self.effects is not None:
-            both = jnp.where(one.index == other.index, one.coefficient * other.coefficient, 0.0)
-            precision = 1.0 / self.effect_variance + value_of(self.effects).Lambda2[:, 0]
-            result = result + both / precision[one.index]
+        result = jnp.asarray(prior) - jnp.sum(one.A * other.A, axis=0) + self.explained(one, other)
         return result + self.perturbation_of_covariance(one, other) if perturbed else result
 
     def perturbation_of_covariance(self, one: Columns, other: Columns) -> Array:
         if not isinstance(self.value, Perturbed):
             return jnp.zeros((), one.mean.dtype)
-        one, other = jax.lax.stop_gradient((one, other))
+        both, one, other = jax.lax.stop_gradient((_shared_effect(one, other), one, other))
         epsilon1, epsilon2 = self.value.zero.epsilon1, self.value.zero.epsilon2
         # Symmetric, so that its gradient is.
         moved = jnp.tensordot(0.5 * (epsilon2 + epsilon2.T), other.h, axes=1)
         second = jnp.sum(one.h * moved, axis=0)
         first = [jnp.tensordot(epsilon1, each.h, axes=1) for each in (one, other)]
         if self.effects is not None:
-            both = jnp.where(one.index == other.index, one.coefficient * other.coefficient, 0.0)
             zero = self.effects.zero
             first = [
                 value + each.coefficient * zero.epsilon1[each.index]
@@ -346,18 +352,10 @@ class JointGaussian(AbstractJointGaussian):
         floor = self.value.zero.floor if isinstance(self.value, Perturbed) else None
         return perturbation if floor is None else floored_matrix(perturbation, floor)
 
-    def whitened(self, effects: Array | None = None) -> tuple[Array, Array, Array]:
-        """L with L Lᵀ = K, and mean (D,) and root (D, D) of the covariance of L⁻¹z.
-
-        Args:
-            effects: the effects of groups in their units, (G,), for z given these; None for z alone.
-        """
+    def whitened(self) -> tuple[Array, Array, Array]:
+        """L with L Lᵀ = K, and mean (D,) and root (D, D) of the covariance of L⁻¹z."""
         sites, rest = value_of(self.value), self.without_effects()
-        lambda1, Lambda2 = sites.lambda1, sites.Lambda2
-        if effects is not None:
-            lambda1 = lambda1 - matvec_transposed(value_of(self.effects).Lambda2[:, 1:], effects)
-        elif rest is not None:
-            lambda1, Lambda2 = rest.lambda1, rest.Lambda2
+        lambda1, Lambda2 = (sites.lambda1, sites.Lambda2) if rest is None else (rest.lambda1, rest.Lambda2)
         if self.projected:
             return tied_mean_and_root(lambda1, Lambda2, self.K, self.Kuv, self.blocks)
         L, _ = whiten(self.K, self.K[:, :0])
@@ -405,6 +403,11 @@ def _of_all_rows(push: Callable[[Array], Array], K: Array, size: int) -> tuple[A
     J = jax.vmap(push)(jnp.eye(C * N, dtype=K.dtype).reshape(C * N, C, N))
     KJ = matmul(K, J.reshape(C, N, -1)).reshape(J.shape)
     return J, KJ
+
+
+def _shared_effect(one: Columns, other: Columns) -> Array:
+    """The coefficients of the effect of a group that two predictors share, multiplied."""
+    return jnp.where(one.index == other.index, one.coefficient * other.coefficient, 0.0)
 
 
 class Predictor(NamedTuple):

@@ -54,9 +54,12 @@ class IndependentGaussian(AbstractJointGaussian):
         none = Loading(jnp.zeros_like(variance), jnp.zeros(variance.shape, int)) if loading is None else loading
         return Columns(q.mean, q.variance, A, T, k[:0], *none, q.variance), self.kl
 
+    def explained(self, one: Columns, other: Columns) -> Array:
+        return jnp.sum(one.T * other.T, axis=0)
+
     def covariance(self, one: Columns, other: Columns, prior: ArrayLike, *, perturbed: bool = True) -> Array:
         del perturbed
-        return jnp.asarray(prior) - jnp.sum(one.A * other.A, axis=0) + jnp.sum(one.T * other.T, axis=0)
+        return jnp.asarray(prior) - jnp.sum(one.A * other.A, axis=0) + self.explained(one, other)
 
     def perturbation_of_covariance(self, one: Columns, other: Columns) -> Array:
         del other
