@@ -183,7 +183,7 @@ class _Cavities:
         """Raise where a datum has no linear predictors of its own."""
         if not predictors.num_roots:
             raise ValueError(self._without_gp())
-        found = predictors.at(jnp.zeros(predictors.num_nodes))
+        found = predictors.at(jnp.zeros(predictors.num_nodes, predictors.dtype))
         rows, sizes = (tuple(size for size in each if size > 1) for each in (found.mean.shape[:-1], self.mask.shape))
         entries = jax.eval_shape(found.log_density, found.mean)
         has_own = entries.size == self.mask.size and rows == sizes[max(0, len(sizes) - len(rows)) :]
@@ -252,7 +252,7 @@ class _Cavities:
     def _of_predictors(self, predictors: Predictors, key: Array) -> tuple[Array, Array]:
         """The densities at a draw of the latents that have nodes, the linear predictors integrated."""
         P = predictors.num_nodes
-        xi = jax.random.normal(key, (P,))
+        xi = jax.random.normal(key, (P,), predictors.dtype)
         given = _Given.of(predictors.at(xi), self.mask.shape)
         z, weights = self._nodes_of_predictors(given.mean)
         likelihood = _Likelihood(given, z, weights, self.floor)

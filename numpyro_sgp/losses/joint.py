@@ -85,11 +85,13 @@ class Predictors(NamedTuple):
     Attributes:
         num_roots: how many variables of the program they are in; 0 where the term depends on nodes alone.
         num_nodes: how many numbers have nodes of their own.
+        dtype: of these.
         at: the predictors given these, as a function of standard normal numbers, (num_nodes,).
     """
 
     num_roots: int
     num_nodes: int
+    dtype: Any
     at: Callable[[Array], Conditional]
 
 
@@ -182,13 +184,13 @@ class JointExpectation:
         latents, (known,), _ = self._moments([term])
         index, offset = self.run.places(term.nodes), self.run.gaussian.offset
         if not len(index):
-            return Predictors(len(term.roots), 0, lambda _: self._conditional(term, known, None, offset))
+            return Predictors(len(term.roots), 0, offset.dtype, lambda _: self._conditional(term, known, None, offset))
         own, L = self._own(index, latents)
 
         def at(xi: Array) -> Conditional:
             return self._conditional(term, known, (own, L, xi), offset.at[index].add(own.mean + L @ xi))
 
-        return Predictors(len(term.roots), len(index), at)
+        return Predictors(len(term.roots), len(index), offset.dtype, at)
 
     def _moments(self, terms: list[Term]) -> tuple[_Latents, list[_Known], Array]:
         """Moments of the latents that have nodes and of the predictors that do not move with them, and the divergence.
