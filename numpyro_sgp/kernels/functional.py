@@ -9,6 +9,8 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgp._internal.eager import as_one_program
+
 __all__ = ["AbstractFunctional", "covariance_at", "nodes_of", "same_rows"]
 
 
@@ -95,6 +97,7 @@ class AbstractComposite(AbstractFunctional):
     """Rows that are those of several other functionals."""
 
 
+@as_one_program
 def covariance_at(kernel: Callable, X: Any, Z: Any) -> Array:
     """A kernel where one of its two arguments, or the only one, is a functional; values as for inputs."""
     if Z is None:

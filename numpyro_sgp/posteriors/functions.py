@@ -50,9 +50,9 @@ class _TermDraw(NamedTuple):
 
 
 def _draw_prior(
-    kernel: Callable, rng_key: Array, num_features: int, X: Array, batch_shape: tuple[int, ...]
+    kernel: Callable, rng_key: Array, num_features: int, like: Any, batch_shape: tuple[int, ...]
 ) -> tuple[_TermDraw, ...]:
-    draws = []
+    draws, X = [], cast(Array, jax.ShapeDtypeStruct((1, like.shape[-1]), like.dtype))
     for number, term in enumerate(terms(kernel)):
         key_weights, *keys = jax.random.split(jax.random.fold_in(rng_key, number), 1 + len(term))
         spectral, finite = split(term)
