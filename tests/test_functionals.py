@@ -12,7 +12,6 @@ import numpyro
 from numpyro import handlers
 import numpyro.distributions as dist
 from numpyro.infer import SVI
-import optax
 import oracles
 import pytest
 
@@ -315,9 +314,6 @@ def test_every_posterior_takes_functionals(name):
 def test_values_given_slopes_are_those_of_dense_algebra():
     slopes = Derivative(POINTS, DIRECTION)
     data, site = Stack([OTHERS[:1], slopes]), np.append(0.3, y)
-    found = sgp.SparseGPRegression(SE, data, np.concatenate([OTHERS, POINTS, NODES]), NOISE, jitter=1e-10).condition(
-        site
-    )
 
     def k(A, B):  # values and slopes by central differences
         return oracles.derivative(lambda t: dense(A + t * DIRECTION, B))
@@ -326,7 +322,7 @@ def test_values_given_slopes_are_those_of_dense_algebra():
     first = OTHERS[:1]
     Kuf = np.hstack([dense(NODES, first), k(POINTS, NODES).T])
     Kff = np.block([[dense(first, first), k(POINTS, first).T], [k(POINTS, first), mixed]]) + NOISE**2 * np.eye(R + 1)
-    # A dense guide has a site for each row, so that it is exact whatever the inducing inputs are.
+    # With a site for each row it is exact.
 
     def model(rows, y=None):
         f = numpyro.sample("f", sgp.GaussianProcess(SE, rows))
@@ -335,20 +331,17 @@ def test_values_given_slopes_are_those_of_dense_algebra():
     guide = sgp.AutoTSVGP(model, None)
     svi = SVI(model, guide, sgp.NaturalGradient(1.0), sgp.QuadratureELBO())
     update = jax.jit(svi.update)
-    state, _ = update(svi.init(jax.random.key(0), data, site), data, site)
+    state, _ = update(jax.jit(svi.init)(jax.random.key(0), data, site), data, site)
     q = sgp.process_posterior(guide, jax.random.key(0), svi.get_params(state), data)["f"].posterior(NODES)
-    assert_allclose(-svi.evaluate(state, data, site), oracles.gaussian_log_density(site, 0.0, Kff), rtol=1e-8)
+    assert_allclose(-update(state, data, site)[1], oracles.gaussian_log_density(site, 0.0, Kff), rtol=1e-8)
     assert_allclose(q.mean, Kuf @ np.linalg.solve(Kff, site), atol=1e-8)
     assert_allclose(q.covariance(), dense(NODES, NODES) - Kuf @ np.linalg.solve(Kff, Kuf.T), atol=1e-8)
     # Functions drawn from it have the posterior's moments, and functionals are applied to each of them.
     params = svi.get_params(state)
-    draws = guide.sample_functions(jax.random.key(1), params, data, num_samples=400, num_features=64)
+    draws = guide.sample_functions(jax.random.key(1), params, data, num_samples=200, num_features=16)
     values = np.asarray(draws["f"](NODES))
-    assert_allclose(values.mean(axis=0), q.mean, atol=5 * np.sqrt(np.max(q.variance) / 400))
+    assert_allclose(values.mean(axis=0), q.mean, atol=5 * np.sqrt(np.max(q.variance) / 200))
     assert_allclose(draws["f"](AREAS), values @ SUMS.T, atol=1e-10)
-    # And the same by inducing variables, where they are enough.
-    sparse = found.posterior(NODES)
-    assert_allclose(sparse.mean, q.mean, atol=2e-2)
     with pytest.raises(ValueError, match="one site for each of the 6 rows"):
         svi.update(state, data[:3], site[:3])
     moved = Stack([OTHERS[:1] + 1.0, slopes])
@@ -379,22 +372,17 @@ def test_the_whitened_model_is_exact_with_inducing_inputs_at_all_nodes():
     assert_allclose(trace["f"]["value"], MEAN + SUMS @ L @ v, atol=1e-6)
 
 
-@pytest.mark.parametrize("joint", ["auto", False])
-def test_an_intercept_joins_areas(joint):
+def test_an_intercept_joins_areas():
     def model(regions, y=None):
         b = numpyro.sample("b", dist.Normal(0.0, 2.0))
         f = numpyro.sample("f", sgp.GaussianProcess(SE, regions, jitter=JITTER))
         numpyro.sample("y", dist.Normal(b + f, NOISE), obs=y)
 
-    guide = sgp.AutoTSVGP(model, NODES, joint=joint)
-    svi = SVI(model, guide, sgp.NaturalGradient(1.0, optax.adam(0.01)), sgp.QuadratureELBO())
-    state, _ = svi.update(svi.init(jax.random.key(0), AREAS, y), AREAS, y)
+    svi = SVI(model, sgp.AutoTSVGP(model, NODES), sgp.NaturalGradient(1.0), sgp.QuadratureELBO())
+    update = jax.jit(svi.update)
+    state, _ = update(jax.jit(svi.init)(jax.random.key(0), AREAS, y), AREAS, y)
     evidence = oracles.gaussian_log_density(y, 0.0, SUMS @ dense(NODES, NODES) @ SUMS.T + NOISE**2 * np.eye(R) + 4.0)
-    bound = -svi.evaluate(state, AREAS, y)
-    if joint == "auto":
-        assert_allclose(bound, evidence, rtol=1e-6)
-    else:
-        assert bound < evidence
+    assert_allclose(-update(state, AREAS, y)[1], evidence, rtol=1e-6)
 
 
 # What surrounds a fit.

@@ -37,7 +37,7 @@ class Derivative(AbstractFunctional):
         TypeError: a kernel with `Matern12` or `White` in it, when it is evaluated. With the number of a column, these
             may be among kernels that `Select` other columns.
 
-    References: Rasmussen & Williams (2006), section 9.4, equation 9.1.
+    References: Rasmussen & Williams (2006), section 9.4.
 
     Example:
         >>> import jax.numpy as jnp

@@ -32,7 +32,8 @@ _NARROW = 8
 class Integral(AbstractFunctional):
     """Rows ∫ f(x) dx over boxes: totals over areas or periods. Divide by the volume for averages.
 
-    In closed form for `SquaredExponential` and `Constant`, and sums, products and `Select` of these. For any other
+    With F″(t) = exp(−t²/2ℓ²), the covariance over [a, b] and [c, d] in one column is F(b − c) − F(b − d) − F(a − c) +
+    F(a − d). This is for `SquaredExponential` and `Constant`, and sums, products and `Select` of these. For any other
     kernel, for prior means and for drawn functions it is a `WeightedSum` over a product of Gauss-Legendre nodes, whose
     error is small where the nodes are closer than a lengthscale.
 
@@ -43,9 +44,6 @@ class Integral(AbstractFunctional):
 
     Raises:
         ValueError: arrays of other shapes; a lower side above its upper side.
-
-    References: Briol et al. (2019), "Probabilistic integration: a role in statistical computation?", for the squared
-    exponential; the formulas are derived in `docs/reference/formulas.md`.
 
     Example:
         >>> import jax.numpy as jnp
