@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from numpyro_sgp import diagnostics as diagnostics
 from numpyro_sgp import features as features
+from numpyro_sgp import functionals as functionals
 from numpyro_sgp import kernels as kernels
 from numpyro_sgp.diagnostics.inference_data import to_arviz
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
@@ -100,6 +101,7 @@ __all__ = [
     "diagnostics",
     "features",
     "fit",
+    "functionals",
     "greedy_variance",
     "growing",
     "kernels",

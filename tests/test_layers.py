@@ -14,6 +14,7 @@ LAYERS = [
     "_internal",
     "math",
     "kernels",
+    "functionals",
     "inducing",
     "features",
     # The mathematics of posteriors: parameters and formulas.

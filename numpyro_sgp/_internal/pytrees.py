@@ -4,14 +4,16 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import types
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["PytreeFunction", "is_key", "numbers_of", "own_copy", "split_arrays"]
+__all__ = ["PytreeFunction", "is_key", "numbers_of", "own_copy", "register_unchecked", "split_arrays"]
+
+T = TypeVar("T")
 
 
 def is_key(leaf: Any) -> bool:
@@ -39,6 +41,31 @@ def split_arrays(tree: Any) -> tuple[Callable[[list], Any], list]:
         return jax.tree.unflatten(structure, [next(rest) if a else x for x, a in zip(leaves, is_array, strict=True)])
 
     return fixed, [leaf for leaf, a in zip(leaves, is_array, strict=True) if a]
+
+
+def register_unchecked(cls: type[T]) -> type[T]:
+    """A dataclass as a pytree that transformations rebuild without `__post_init__`, whatever they put into it."""
+    fields = dataclasses.fields(cast(Any, cls))
+    names = {
+        kind: [field.name for field in fields if bool(field.metadata.get("static")) is kind] for kind in (False, True)
+    }
+
+    def with_keys(value: Any) -> tuple[list, tuple]:
+        children = [(jax.tree_util.GetAttrKey(name), getattr(value, name)) for name in names[False]]
+        return children, tuple(getattr(value, name) for name in names[True])
+
+    def flatten(value: Any) -> tuple[list, tuple]:
+        children, static = with_keys(value)
+        return [child for _, child in children], static
+
+    def unflatten(static: tuple, children: Any) -> T:
+        value = object.__new__(cls)
+        for name, part in [*zip(names[False], children, strict=True), *zip(names[True], static, strict=True)]:
+            object.__setattr__(value, name, part)
+        return value
+
+    jax.tree_util.register_pytree_with_keys(cls, with_keys, unflatten, flatten)
+    return cls
 
 
 class _Static:

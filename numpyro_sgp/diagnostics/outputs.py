@@ -23,6 +23,7 @@ from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import posteriors_of
 from numpyro_sgp.distributions.wrappers import log_prob_of, observed_mask, unwrap
 from numpyro_sgp.guides.handlers import KeysBySite
+from numpyro_sgp.kernels.functional import same_rows
 from numpyro_sgp.math.linalg import cholesky, matvec
 from numpyro_sgp.posteriors.natural_parameters import DatumSites
 from numpyro_sgp.posteriors.process import UnknownFamilyError, process_of
@@ -243,7 +244,7 @@ def log_ratio_dense(sites: DatumSites, q: SparsePosterior, f: Array) -> Array:
     linear = sites.lambda1 * (centred - m)
     quadratic = sites.Lambda2 * (centred * centred - q.variance - m * m)
     ratio = jnp.sum(linear - 0.5 * quadratic, axis=-1) + q.kl
-    return jnp.where(jnp.all(sites.X == q.prior.X), ratio, jnp.nan)
+    return jnp.where(same_rows(sites.X, q.prior.X), ratio, jnp.nan)
 
 
 def _collect(

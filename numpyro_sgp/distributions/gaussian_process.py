@@ -14,9 +14,12 @@ import numpyro.distributions as dist
 from numpyro.distributions import constraints
 
 from numpyro_sgp._internal.pytrees import PytreeFunction
+from numpyro_sgp.kernels import Kernel
+from numpyro_sgp.kernels.algebra import Foreign
+from numpyro_sgp.kernels.functional import AbstractFunctional
 from numpyro_sgp.math.linalg import cholesky, default_jitter, log_determinant, matvec, solve_lower
 
-__all__ = ["GaussianProcess", "check_rows"]
+__all__ = ["GaussianProcess", "as_rows", "check_rows"]
 
 
 def check_rows(value: Any, event_shape: tuple[int, ...]) -> None:
@@ -29,8 +32,18 @@ def check_rows(value: Any, event_shape: tuple[int, ...]) -> None:
         raise ValueError(msg)
 
 
-def _check_inputs(X: ArrayLike) -> Array:
-    X = jnp.asarray(X)
+def as_rows(X: Any, dtype: Any = None) -> Any:
+    """Inputs, or a functional, as JAX arrays."""
+    if isinstance(X, AbstractFunctional):
+        return jax.tree.map(jnp.asarray, X)
+    return jnp.asarray(X, dtype)
+
+
+def _check_inputs(X: Any) -> Any:
+    X = as_rows(X)
+    if isinstance(X, AbstractFunctional):
+        _check_finite_rows(X)
+        return X
     if X.ndim < 2:
         msg = f"`X` must have shape (N, D), got {X.shape}. For one input use X[:, None]."
         raise ValueError(msg)
@@ -43,9 +56,21 @@ def _check_inputs(X: ArrayLike) -> Array:
     return X
 
 
-def _prior_mean(mean: ArrayLike | Callable, X: Array) -> Array:
-    value = jnp.asarray(mean(X) if callable(mean) else mean)
+def _check_finite_rows(X: AbstractFunctional) -> None:
+    for leaf in jax.tree.leaves(X):
+        if not isinstance(leaf, Tracer) and np.isnan(leaf).any():
+            msg = (
+                f"The functional `X`, {type(X).__name__} of shape {X.shape}, contains NaN. Drop these rows; terms that "
+                "a row does not have get the weight zero and inputs that are numbers."
+            )
+            raise ValueError(msg)
+
+
+def _prior_mean(mean: ArrayLike | Callable, X: Any) -> Array:
     N = X.shape[-2]
+    if isinstance(X, AbstractFunctional) and (callable(mean) or jnp.ndim(mean) == 0):
+        return X.apply(lambda P: _prior_mean(mean, P)).astype(X.dtype)
+    value = jnp.asarray(mean(X) if callable(mean) else mean)
     if value.ndim > 0 and value.shape[-1] != N:
         kind = "`mean(X)`" if callable(mean) else "`mean`"
         msg = (
@@ -66,8 +91,9 @@ class GaussianProcess(dist.Distribution):
 
     Args:
         kernel: `k(X) -> (..., N)` the diagonal, `k(X, Z) -> (..., N, M)`; leading axes are a batch of latents.
-        X: inputs, (N, D).
-        mean: prior mean in units of f: a scalar, (..., N), or a function of X.
+        X: inputs, (N, D); or linear functionals of f of `numpyro_sgp.functionals`, which make a site of N rows ℓ_n f.
+        mean: prior mean in units of f: a scalar, (..., N), or a function of X. Functionals are applied to a number and
+            to a function; an array is the mean of the rows.
         jitter: added to the diagonal of covariance matrices, relative to its mean; by default 1e-6 in float64 and
             1e-4 in float32.
 
@@ -94,7 +120,7 @@ class GaussianProcess(dist.Distribution):
     def __init__(
         self,
         kernel: Callable,
-        X: ArrayLike,
+        X: ArrayLike | AbstractFunctional,
         mean: ArrayLike | Callable = 0.0,
         *,
         jitter: float | None = None,
@@ -108,7 +134,8 @@ class GaussianProcess(dist.Distribution):
             )
             raise TypeError(msg)
         self.X = _check_inputs(X)
-        self.kernel = kernel
+        functional = isinstance(self.X, AbstractFunctional)
+        self.kernel = kernel = Foreign(kernel) if functional and not isinstance(kernel, Kernel) else kernel
         if jitter is not None and not isinstance(jitter, Tracer) and jitter < 0:
             msg = f"`jitter` must not be negative, got {jitter}. Leave it out for the default of the dtype."
             raise ValueError(msg)

@@ -14,9 +14,10 @@ import numpy as np
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
 
-from numpyro_sgp.distributions.gaussian_process import GaussianProcess, check_rows
+from numpyro_sgp.distributions.gaussian_process import GaussianProcess, as_rows, check_rows
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.inducing import AbstractInducing, as_inducing, check_new_inputs, check_width
+from numpyro_sgp.kernels.functional import AbstractFunctional
 from numpyro_sgp.math.linalg import (
     cholesky,
     log_determinant,
@@ -47,7 +48,13 @@ class Marginals(NamedTuple):
     variance: Array
 
 
-def _broadcast_rows(value: ArrayLike | Callable, X: Array, name: str) -> Array:
+def _broadcast_rows(value: ArrayLike | Callable, X: Any, name: str) -> Array:
+    if callable(value) and isinstance(X, AbstractFunctional):
+        msg = (
+            f"`{name}` is a function of X, and rows that are functionals, {type(X).__name__}, have no inputs of their "
+            "own. Give a number, or one for each row."
+        )
+        raise TypeError(msg)
     values = jnp.asarray(value(X) if callable(value) else value)
     N = X.shape[-2]
     if values.ndim > 0 and values.shape[-1] not in (1, N):
@@ -238,7 +245,7 @@ class RegressionPosterior:
                 "which say nothing about `X_new`. Give `mean` as a scalar or as a function of X."
             )
             raise ValueError(msg)
-        X_new = jnp.asarray(X_new, self.prior.X.dtype)
+        X_new = as_rows(X_new, self.prior.X.dtype)
         check_new_inputs(self.inducing.width, X_new)
         prior = GaussianProcess(self.prior.kernel, X_new, self.prior.mean_function, jitter=self.prior.jitter)
         A = solve_lower(self.L, self.inducing.Kuf(prior.kernel, prior.X))

@@ -5,10 +5,12 @@ from typing import Any, Protocol, runtime_checkable
 from jax import Array
 import jax.numpy as jnp
 
+from numpyro_sgp.kernels.functional import AbstractFunctional
 from numpyro_sgp.math.linalg import cholesky, solve_lower
 
 __all__ = [
     "FiniteRank",
+    "features_of",
     "has_correlated_weights",
     "precision_matrix",
     "weight_precision",
@@ -58,9 +60,24 @@ def precision_matrix(kernel: FiniteRank, rank: int) -> Array:
     return jnp.broadcast_to(S, (*S.shape[:-1], rank))[..., :, None] * jnp.eye(rank, dtype=S.dtype)
 
 
+def features_of(kernel: FiniteRank, X: Any, index: Any = None) -> Array:
+    """The features at inputs, or functionals of them, (..., N, r).
+
+    Args:
+        kernel: a kernel of finite rank.
+        X: inputs, (..., N, D), or functionals with N rows.
+        index: of the features, or None for all.
+    """
+    if not isinstance(X, AbstractFunctional):
+        return kernel.features(X, index)
+    # With the rows last, as in `apply`.
+    rows_last = X.apply(lambda P: jnp.swapaxes(kernel.features(P, index), -1, -2))
+    return jnp.swapaxes(rows_last, -1, -2)
+
+
 def whitened_features(kernel: FiniteRank, X: Array) -> Array:
     """Features of independent weights with variance one: L_S⁻¹φ(x) for each row, S = L_S L_Sᵀ, (..., N, r)."""
-    return whiten_features(kernel, kernel.features(X))
+    return whiten_features(kernel, features_of(kernel, X))
 
 
 def whiten_features(kernel: FiniteRank, Phi: Array) -> Array:

@@ -12,6 +12,8 @@ import numpy as np
 
 from numpyro_sgp.features.abstract import AbstractFiniteRank
 from numpyro_sgp.inducing import AbstractInducing, as_inducing, check_width
+from numpyro_sgp.kernels import Kernel
+from numpyro_sgp.kernels.algebra import kink_of
 from numpyro_sgp.kernels.arrays import as_inputs
 from numpyro_sgp.math.linalg import default_jitter, with_jitter
 
@@ -45,6 +47,9 @@ class InducingBasis(AbstractFiniteRank):
         # A transformation may put a placeholder here, which is left as it is.
         if isinstance(self.Z, Array | np.ndarray | list | tuple):
             object.__setattr__(self, "Z", as_inducing(self.Z, "Z"))
+
+    def _kink(self, column: int | None, D: int) -> Kernel | None:
+        return kink_of(self.kernel, column, D)
 
     @property
     def _inducing(self) -> AbstractInducing:

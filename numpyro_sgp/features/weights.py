@@ -8,7 +8,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from numpyro_sgp.features.expanded import as_finite_rank
-from numpyro_sgp.features.finite_rank import precision_matrix
+from numpyro_sgp.features.finite_rank import features_of, precision_matrix
 from numpyro_sgp.inducing import AbstractInducing
 
 __all__ = ["WeightVariables"]
@@ -39,7 +39,7 @@ class WeightVariables(AbstractInducing):
         return precision_matrix(as_finite_rank(kernel), self.num)
 
     def Kuf(self, kernel: Callable, X: Array) -> Array:
-        return jnp.swapaxes(as_finite_rank(kernel).features(X), -1, -2)
+        return jnp.swapaxes(features_of(as_finite_rank(kernel), X), -1, -2)
 
     def Kuv(self, kernel: Callable, other: AbstractInducing) -> Array:
         assert isinstance(other, WeightVariables)

@@ -178,7 +178,8 @@ def _program(model: Callable[[], Any], trace: Trace, gps: list[str], latents: li
                 result |= {f"loc {name}": jnp.asarray(fn.loc), f"scale {name}": jnp.asarray(scale)}
         for name in gps:
             gp: Any = unwrap(found[name]["fn"])
-            parts = (gp.X, gp.prior_mean, gp.kernel(gp.X), gp.kernel(gp.X[:1], gp.X))
+            inputs = jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(gp.X)])
+            parts = (inputs, gp.prior_mean, gp.kernel(gp.X), gp.kernel(gp.X[:1], gp.X))
             result |= {f"gp {name} {number}": jnp.asarray(part) for number, part in enumerate(parts)}
         for name, site in found.items():
             if site["type"] == "sample" and site["is_observed"]:

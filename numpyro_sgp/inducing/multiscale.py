@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from numpyro_sgp.inducing.points import AbstractInducing, BoundedInducingPoints, InducingPoints, as_points
 from numpyro_sgp.kernels import SquaredExponential
 from numpyro_sgp.kernels.arrays import expand
+from numpyro_sgp.kernels.functional import AbstractFunctional
 from numpyro_sgp.math.linalg import matmul
 
 __all__ = ["MultiscaleInducing"]
@@ -65,7 +66,9 @@ class MultiscaleInducing(AbstractInducing):
     def Kuu_diagonal(self, kernel: Callable) -> Array:
         return _squared_exponential(kernel)(self.Z)
 
-    def Kuf(self, kernel: Callable, X: Array) -> Array:
+    def Kuf(self, kernel: Callable, X: Any) -> Array:
+        if isinstance(X, AbstractFunctional):
+            return X.apply(lambda P: self.Kuf(kernel, P))
         kernel = _squared_exponential(kernel)
         lengthscale = expand(kernel.lengthscale, -2)
         # As in the kernels: covariances do not change when both inputs are shifted, and products cancel less.

@@ -193,8 +193,8 @@ def as_points(Z: ArrayLike, argument: str = "inducing") -> Array:
     return Z
 
 
-def check_new_inputs(width: int, X_new: ArrayLike) -> None:
-    """Raise if inputs to predict at have another number of columns than those of the GP."""
+def check_new_inputs(width: int, X_new: Any) -> None:
+    """Raise if inputs, or functionals, to predict at have another number of columns than those of the GP."""
     shape = np.shape(X_new)
     if len(shape) > 1 and shape[-1] != width:
         msg = f"`X_new` has shape {shape}, but this GP has inputs of {width} columns. Pass (N_new, D)."

@@ -9,7 +9,7 @@ them one float for each pair of a row and an inducing input.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 import warnings
 
 import jax
@@ -22,6 +22,7 @@ import numpy as np
 from numpyro_sgp._internal.checks import positive
 from numpyro_sgp._internal.pytrees import PytreeFunction
 from numpyro_sgp.inducing.points import AbstractInducing, as_inducing
+from numpyro_sgp.kernels.functional import AbstractFunctional, nodes_of
 from numpyro_sgp.math.linalg import cholesky, default_jitter, matmul, solve_lower
 
 __all__ = [
@@ -70,11 +71,11 @@ class Suggestion(NamedTuple):
     relative_errors: np.ndarray
 
 
-def _rows(X: ArrayLike) -> np.ndarray:
+def _rows(X: Any) -> np.ndarray:
     if isinstance(X, Tracer):
         msg = "Inducing inputs are chosen from values, and `X` is being traced. Choose them outside of `jax.jit`."
         raise TypeError(msg)
-    X = np.asanyarray(X)
+    X = np.asanyarray(nodes_of(X))
     if X.ndim != 2:
         msg = f"`X` must have shape (N, D), got {X.shape}. For one input use X[:, None]."
         raise ValueError(msg)
@@ -275,7 +276,7 @@ def trace_error(
 
     Args:
         kernel: one kernel.
-        X: inputs, (N, D).
+        X: inputs, (N, D), or functionals with N rows.
         inducing: inducing inputs (M, D), or an inducing object.
         jitter: added to the diagonal of Kuu, relative to its mean; by default 1e-6 in float64 and 1e-4 in float32.
 
@@ -283,14 +284,14 @@ def trace_error(
         ValueError: a batch of kernels.
         TypeError: X is being traced.
     """
-    X = _rows(X)
-    _check_one(kernel, _floating(X[:1]))
+    rows: Any = X if isinstance(X, AbstractFunctional) else _rows(X)
+    _check_one(kernel, _floating(rows[:1]))
     kernel, inducing = PytreeFunction.of(kernel), as_inducing(inducing)
     total = prior = largest = 0.0
-    for start in range(0, len(X), _CHUNK):
-        rows = _floating(X[start : start + _CHUNK])
-        relative = default_jitter(rows.dtype) if jitter is None else jitter
-        unexplained, kff = (np.asarray(x, float) for x in _unexplained(kernel, inducing, rows, relative))
+    for start in range(0, len(rows), _CHUNK):
+        chunk = _floating(rows[start : start + _CHUNK])
+        relative = default_jitter(chunk.dtype) if jitter is None else jitter
+        unexplained, kff = (np.asarray(x, float) for x in _unexplained(kernel, inducing, chunk, relative))
         total, prior = total + unexplained.sum(), prior + kff.sum()
         largest = np.maximum(largest, unexplained.max())  # NaN stays NaN
     return TraceError(float(total), float(total / prior), float(largest))
@@ -318,7 +319,9 @@ def _check_one(kernel: Callable, rows: Array) -> None:
         raise ValueError(msg)
 
 
-def _floating(X: np.ndarray) -> Array:
+def _floating(X: Any) -> Any:
+    if isinstance(X, AbstractFunctional):
+        return X
     rows = jnp.asarray(X)
     return rows if jnp.issubdtype(rows.dtype, jnp.floating) else rows.astype(jnp.result_type(float))
 

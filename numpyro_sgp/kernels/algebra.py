@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
 
+from numpyro_sgp._internal.pytrees import PytreeFunction
 from numpyro_sgp.kernels.arrays import add, as_inputs, multiply
+from numpyro_sgp.kernels.functional import AbstractFunctional, covariance_at
 
-__all__ = ["Constant", "Kernel", "Product", "Sum"]
+__all__ = ["Constant", "Foreign", "Kernel", "Product", "Sum", "kink_of"]
 
 
 class Kernel(ABC):
@@ -27,16 +29,22 @@ class Kernel(ABC):
     # Without this NumPy scalars and arrays on the left of an operator would loop over the kernel as an object.
     __array_ufunc__ = None
 
-    def __call__(self, X: ArrayLike, Z: ArrayLike | None = None) -> Array:
+    def __call__(self, X: ArrayLike | AbstractFunctional, Z: ArrayLike | AbstractFunctional | None = None) -> Array:
         """The diagonal k(x_n, x_n), (..., N), or with a second argument the matrix k(x_n, z_m), (..., N, M).
 
         Args:
-            X: inputs, (..., N, D).
-            Z: inputs, (..., M, D).
+            X: inputs, (..., N, D), or linear functionals of `numpyro_sgp.functionals`.
+            Z: inputs, (..., M, D), or linear functionals.
 
         Raises:
             ValueError: inputs that are not (..., N, D), or a second input or hyperparameter of another width.
         """
+        if isinstance(X, AbstractFunctional) or isinstance(Z, AbstractFunctional):
+            pair = (
+                each if each is None or isinstance(each, AbstractFunctional) else as_inputs(each, name)
+                for name, each in (("X", X), ("Z", Z))
+            )
+            return covariance_at(self, *pair)
         if Z is None:
             return self._diagonal(as_inputs(X, "X"))
         inputs = as_inputs(X, "X")
@@ -48,6 +56,11 @@ class Kernel(ABC):
             )
             raise ValueError(msg)
         return self._matrix(inputs, others)
+
+    def _kink(self, column: int | None, D: int) -> "Kernel | None":
+        """The part of the kernel whose functions have no derivative in one of D columns, or in any (None)."""
+        del column, D
+        return None
 
     @abstractmethod
     def _diagonal(self, X: Array) -> Array:
@@ -74,6 +87,11 @@ class Kernel(ABC):
     def __rmul__(self, other: Callable | ArrayLike) -> "Product":
         operand = _as_operand(other)
         return NotImplemented if operand is None else Product(operand, self)
+
+
+def kink_of(kernel: Callable, column: int | None, D: int) -> Kernel | None:
+    """The part of a kernel whose functions have no derivative; None where there is none, or nothing is known."""
+    return kernel._kink(column, D) if isinstance(kernel, Kernel) else None
 
 
 def _as_operand(other: Callable | ArrayLike) -> Callable | None:
@@ -119,6 +137,10 @@ class Sum(Kernel):
     left: Callable
     right: Callable
 
+    def _kink(self, column: int | None, D: int) -> Kernel | None:
+        left = kink_of(self.left, column, D)
+        return kink_of(self.right, column, D) if left is None else left
+
     def _diagonal(self, X: Array) -> Array:
         return add(self.left(X), self.right(X))
 
@@ -140,8 +162,34 @@ class Product(Kernel):
     left: Callable
     right: Callable
 
+    def _kink(self, column: int | None, D: int) -> Kernel | None:
+        left = kink_of(self.left, column, D)
+        return kink_of(self.right, column, D) if left is None else left
+
     def _diagonal(self, X: Array) -> Array:
         return multiply(self.left(X), self.right(X))
 
     def _matrix(self, X: Array, Z: Array) -> Array:
         return multiply(self.left(X, Z), self.right(X, Z))
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Foreign(Kernel):
+    """A kernel that is not of this package, so that it takes linear functionals in the place of inputs.
+
+    Args:
+        kernel: any callable that follows the convention.
+    """
+
+    kernel: Callable
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kernel", PytreeFunction.of(self.kernel))
+
+    def _diagonal(self, X: Array) -> Array:
+        return self.kernel(X)
+
+    def _matrix(self, X: Array, Z: Array) -> Array:
+        return self.kernel(X, Z)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgp._internal.pytrees import PytreeFunction
-from numpyro_sgp.kernels.algebra import Kernel
+from numpyro_sgp.kernels.algebra import Kernel, kink_of
 
 __all__ = ["Select", "Warp", "map_rows"]
 
@@ -65,6 +65,11 @@ class Warp(Kernel):
     def __post_init__(self) -> None:
         object.__setattr__(self, "fn", PytreeFunction.of(self.fn))
 
+    def _kink(self, column: int | None, D: int) -> Kernel | None:
+        del column  # features may mix columns
+        width = jax.eval_shape(self._features, jax.ShapeDtypeStruct((1, D), jnp.result_type(float))).shape[-1]
+        return kink_of(self.kernel, None, width)
+
     def _diagonal(self, X: Array) -> Array:
         return self.kernel(self._features(X))
 
@@ -115,6 +120,12 @@ class Select(Kernel):
             dims = tuple(operator.index(number) for number in numbers)
         object.__setattr__(self, "dims", dims)
 
+    def _kink(self, column: int | None, D: int) -> Kernel | None:
+        selected = self.columns_of(D)
+        if column is None or selected.count(column) > 1:
+            return kink_of(self.kernel, None, len(selected))
+        return kink_of(self.kernel, selected.index(column), len(selected)) if column in selected else None
+
     def _diagonal(self, X: Array) -> Array:
         return self.kernel(self._columns(X))
 
@@ -123,7 +134,18 @@ class Select(Kernel):
         return self.kernel(columns, columns if Z is X else self._columns(Z))
 
     def _columns(self, X: Array) -> Array:
-        D, dims = X.shape[-1], self.dims
+        return X[..., np.asarray(self.columns_of(X.shape[-1]))]
+
+    def columns_of(self, D: int) -> tuple[int, ...]:
+        """The selected ones of D columns, counted from the start.
+
+        Args:
+            D: how many there are.
+
+        Raises:
+            ValueError: `dims` out of range, or none.
+        """
+        dims = self.dims
         if isinstance(dims, _Slice):
             columns = tuple(range(D)[slice(dims.start, dims.stop, dims.step)])
         else:
@@ -131,4 +153,4 @@ class Select(Kernel):
         if not columns or any(not -D <= column < D for column in columns):
             msg = f"`dims` must name at least one of the D = {D} columns of `X`, got {dims}. Use 0 to {D - 1}."
             raise ValueError(msg)
-        return X[..., np.asarray(columns)]
+        return tuple(column % D for column in columns)

@@ -187,6 +187,10 @@ class Matern12(AbstractMatern):
     degrees = 1
     profile = exponential
 
+    def _kink(self, column: int | None, D: int) -> Kernel | None:
+        del column, D
+        return self
+
 
 @final
 @jax.tree_util.register_dataclass

@@ -30,6 +30,10 @@ class White(Kernel):
 
     variance: ArrayLike
 
+    def _kink(self, column: int | None, D: int) -> Kernel | None:
+        del column, D
+        return self
+
     def _diagonal(self, X: Array) -> Array:
         return Constant(self.variance)(X)
 

@@ -19,6 +19,7 @@ from numpyro_sgp._internal.pytrees import own_copy
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.inducing import AbstractInducing, GrowingInducing, as_inducing, check_width
+from numpyro_sgp.kernels.functional import AbstractFunctional, nodes_of
 from numpyro_sgp.math.linalg import cholesky
 from numpyro_sgp.posteriors.gaussian import AbstractGaussian
 from numpyro_sgp.posteriors.moments import Moments, Roots
@@ -117,7 +118,8 @@ def inducing_param(
 
     Args:
         param: declares a parameter of the site.
-        inducing: inducing inputs (M, D), an inducing object, or `(kernel, X, rng_key)` to one, run at initialisation.
+        inducing: inducing inputs (M, D), an inducing object, or `(kernel, X, rng_key)` to one, run at initialisation
+            with the inputs of the site, or the nodes of its functionals.
         prior: the site's prior.
         learn_inducing: whether to train it.
         symbol: of the parameter.
@@ -125,10 +127,17 @@ def inducing_param(
 
     Raises:
         ValueError: the inducing object has another number of columns than X.
+        TypeError: inducing inputs that grow, at a site of functionals.
     """
 
     def init(rng_key: Array) -> AbstractInducing:
-        made = inducing(prior.kernel, prior.X, rng_key) if callable(inducing) else inducing
+        made = inducing(prior.kernel, nodes_of(prior.X), rng_key) if callable(inducing) else inducing
+        if isinstance(made, GrowingInducing) and isinstance(prior.X, AbstractFunctional):
+            msg = (
+                f"Growing inducing inputs are rows of `X`, and this site has functionals, {type(prior.X).__name__}. "
+                "Give inducing inputs, or choose them from its `nodes`, as with `kmeans`."
+            )
+            raise TypeError(msg)
         # The caller's array stays the caller's, also where the state is donated.
         return own_copy(as_inducing(made, argument))
 

@@ -25,11 +25,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from numpyro_sgp._internal.checks import positive
-from numpyro_sgp.distributions.gaussian_process import GaussianProcess
+from numpyro_sgp.distributions.gaussian_process import GaussianProcess, as_rows
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.features import WeightVariables
 from numpyro_sgp.features.decomposition import frequencies, phases, scale_of, split, term_features, terms, width_of
 from numpyro_sgp.inducing import AbstractInducing, check_new_inputs
+from numpyro_sgp.kernels.functional import AbstractFunctional
 from numpyro_sgp.math.linalg import diagonal, matmul, matvec_transposed, solve_lower, solve_lower_transposed
 from numpyro_sgp.posteriors.gaussian import POINTS
 from numpyro_sgp.posteriors.mean_basis import AbstractMeanBasis
@@ -49,9 +50,9 @@ class _TermDraw(NamedTuple):
 
 
 def _draw_prior(
-    kernel: Callable, rng_key: Array, num_features: int, X: Array, batch_shape: tuple[int, ...]
+    kernel: Callable, rng_key: Array, num_features: int, like: Any, batch_shape: tuple[int, ...]
 ) -> tuple[_TermDraw, ...]:
-    draws = []
+    draws, X = [], cast(Array, jax.ShapeDtypeStruct((1, like.shape[-1]), like.dtype))
     for number, term in enumerate(terms(kernel)):
         key_weights, *keys = jax.random.split(jax.random.fold_in(rng_key, number), 1 + len(term))
         spectral, finite = split(term)
@@ -67,8 +68,10 @@ def _draw_prior(
     return tuple(draws)
 
 
-def _prior_at(kernel: Callable, draw: tuple[_TermDraw, ...], X: Array) -> Array:
+def _prior_at(kernel: Callable, draw: tuple[_TermDraw, ...], X: Any) -> Array:
     """g(X) for one draw of the prior, without its mean, (..., N); zero where all is in the weights."""
+    if isinstance(X, AbstractFunctional):
+        return X.apply(lambda P: _prior_at(kernel, draw, P))
     total = 0.0
     if not draw:
         return jnp.zeros(X.shape[-2], X.dtype)
@@ -127,19 +130,21 @@ class FunctionDraws:
         """How many functions there are."""
         return jax.tree.leaves(self.draws)[0].shape[0]
 
-    def __call__(self, X_new: ArrayLike) -> Array:
+    def __call__(self, X_new: ArrayLike | AbstractFunctional) -> Array:
         """Values of all functions, (num_samples, ..., N_new).
 
         Args:
-            X_new: inputs of the GP site itself, (N_new, D).
+            X_new: inputs of the GP site itself, (N_new, D), or functionals, which are applied to each function.
 
         Raises:
             ValueError: inputs that are not (N_new, D).
         """
-        return _evaluate(self, jnp.asarray(X_new))
+        return _evaluate(self, as_rows(X_new))
 
 
-def _values(functions: FunctionDraws, X_new: Array) -> Array:
+def _values(functions: FunctionDraws, X_new: Any) -> Array:
+    if isinstance(X_new, AbstractFunctional):
+        return X_new.apply(lambda P: _values(functions, P))
     inducing, batch_shape = functions.inducing, functions.batch_shape
 
     def at(draw: _Draw) -> Array:

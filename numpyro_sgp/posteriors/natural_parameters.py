@@ -158,7 +158,7 @@ class DatumSites(AbstractSites):
     Args:
         lambda1: (..., N).
         Lambda2: precisions, the diagonal of Λ₂, (..., N).
-        X: the training inputs the factors belong to, (N, D); data, not trained.
+        X: the training inputs, or functionals, the factors belong to, (N, D); data, not trained.
     """
 
     lambda1: Array

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.inducing import AbstractInducing, InducingPoints, check_new_inputs
+from numpyro_sgp.kernels.functional import AbstractFunctional
 from numpyro_sgp.math.linalg import matmul, matvec_transposed, solve_lower
 from numpyro_sgp.posteriors.dual.formulas import dense_weights
 from numpyro_sgp.posteriors.mean_basis import AbstractMeanBasis
@@ -62,7 +63,7 @@ class AbstractProcess(ABC):
     """q(f) as a process, given one draw of the hyperparameters."""
 
     @abstractmethod
-    def posterior(self, X_new: ArrayLike) -> SparsePosterior:
+    def posterior(self, X_new: ArrayLike | AbstractFunctional) -> SparsePosterior:
         """q(f(X_new)) at inputs (N_new, D)."""
 
     @abstractmethod
@@ -108,8 +109,8 @@ class ProcessPosterior(AbstractProcess):
     jitter: ArrayLike
     batch_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
-    def prior(self, X_new: ArrayLike) -> GaussianProcess:
-        """The prior at other inputs, (N_new, D).
+    def prior(self, X_new: ArrayLike | AbstractFunctional) -> GaussianProcess:
+        """The prior at other inputs, (N_new, D), or at functionals.
 
         Raises:
             ValueError: inputs of another width; the prior mean was given as values at the training inputs.
@@ -123,11 +124,11 @@ class ProcessPosterior(AbstractProcess):
         check_new_inputs(self.inducing.width, X_new)
         return GaussianProcess(self.kernel, X_new, self.mean_function, jitter=cast(Any, self.jitter))
 
-    def posterior(self, X_new: ArrayLike) -> SparsePosterior:
+    def posterior(self, X_new: ArrayLike | AbstractFunctional) -> SparsePosterior:
         """q(f(X_new)): `.mean`, `.variance`, `.covariance()`, `.sample(key)`.
 
         Args:
-            X_new: inputs, (N_new, D).
+            X_new: inputs, (N_new, D), or functionals of `numpyro_sgp.functionals` with N_new rows.
 
         Raises:
             ValueError: inputs of another width; the prior mean was given as values at the training inputs.

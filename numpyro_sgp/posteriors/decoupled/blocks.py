@@ -13,6 +13,7 @@ from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_regression import RegressionPosterior, started_mean_and_root, started_sites
 from numpyro_sgp.inducing import AbstractInducing, GrowingInducing, InducingPoints, find_rows
+from numpyro_sgp.kernels.functional import AbstractFunctional
 from numpyro_sgp.posteriors.decoupled.coefficients import Coefficients, ProbedCoefficients
 from numpyro_sgp.posteriors.decoupled.formulas import (
     Span,
@@ -145,7 +146,7 @@ def coefficients(
 
 def _holds(gamma: AbstractInducing, X: Array) -> bool | None:
     """Whether all rows of X are in a basis, or None where values are not known."""
-    if not isinstance(gamma, InducingPoints):
+    if not isinstance(gamma, InducingPoints) or isinstance(X, AbstractFunctional):
         return False
     if isinstance(gamma.Z, Tracer) or isinstance(X, Tracer):
         return None
@@ -200,6 +201,8 @@ def dual_step(
     """The moments in a step of `DualAscent`; the arguments are those of `coefficients`, and q has no mean of γ yet."""
     if not isinstance(gamma, InducingPoints):
         refuse_dual_step(type(gamma).__name__)
+    if isinstance(prior.X, AbstractFunctional):
+        refuse_dual_step(f"the functionals {type(prior.X).__name__} as data")
     value.rows_seen.append(prior.X.shape[-2])
     kernel, response = prior.kernel, value.zero
     a = jax.lax.stop_gradient(value.value.values) * unit

@@ -17,6 +17,7 @@ from numpyro_sgp.distributions.sparse_regression import RegressionPosterior, sta
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.guides.members import Joint
 from numpyro_sgp.inducing import AbstractInducing
+from numpyro_sgp.kernels.functional import same_rows
 from numpyro_sgp.math.linalg import matmul, matvec, solve_lower, with_jitter
 from numpyro_sgp.posteriors.dual.formulas import dual_dense, dual_per_datum, natural_mean_and_root
 from numpyro_sgp.posteriors.dual.tied import shared_covariance, tied, tied_mean_and_root
@@ -51,7 +52,7 @@ def _own_rows(value: DatumSites | Perturbed, prior: GaussianProcess, M: Array) -
             'the model with `numpyro.subsample`), or use `sites="tied"` for minibatches.'
         )
         raise ValueError(msg)
-    return jnp.where(jnp.all(sites.X == prior.X), M, jnp.nan)
+    return jnp.where(same_rows(sites.X, prior.X), M, jnp.nan)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.features import as_finite_rank
 from numpyro_sgp.features.finite_rank import has_correlated_weights
 from numpyro_sgp.inducing import AbstractInducing, InducingPoints, subset
+from numpyro_sgp.kernels.functional import AbstractFunctional
 from numpyro_sgp.math.linalg import matmul, matvec, solve_lower, solve_lower_transposed
 from numpyro_sgp.posteriors.family import (
     AbstractPosteriorFamily,
@@ -101,6 +102,12 @@ class AbstractQuadruplyStochastic(AbstractPosteriorFamily):
         """The moments from the sums over all weights, those of `streamed`."""
 
     def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+        if isinstance(prior.X, AbstractFunctional):
+            msg = (
+                f"`AutoQSGP` takes inputs, got the functionals {type(prior.X).__name__}. Use `AutoWeightSpaceGP`, or a "
+                "guide with inducing inputs."
+            )
+            raise TypeError(msg)
         kernel, X = as_finite_rank(prior.kernel), prior.X
         if batch_shape:
             msg = (

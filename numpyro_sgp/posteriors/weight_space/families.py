@@ -5,6 +5,7 @@ f(x) = φ(x)ᵀw with w ~ N(0, S⁻¹), S = L Lᵀ. All families start at or nea
 
 from abc import abstractmethod
 import dataclasses
+from functools import partial
 import math
 from typing import Any, final
 
@@ -16,6 +17,7 @@ from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.features import WeightVariables, as_finite_rank
 from numpyro_sgp.features.finite_rank import (
+    features_of,
     has_correlated_weights,
     weight_precision,
     whiten_features,
@@ -38,7 +40,7 @@ __all__ = ["AdversarialWeights", "AveragedWeights", "MeanWeights", "NaturalWeigh
 def _kernel(prior: GaussianProcess, memory_limit: float, batch_shape: tuple[int, ...]) -> Any:
     """The kernel, which shows its features."""
     kernel, X = as_finite_rank(prior.kernel), prior.X
-    r = jax.eval_shape(kernel.features, X).shape[-1]
+    r = jax.eval_shape(partial(features_of, kernel), X).shape[-1]
     size = r * r * jnp.finfo(X.dtype).bits // 8
     if size > memory_limit:
         msg = (
@@ -53,7 +55,7 @@ def _kernel(prior: GaussianProcess, memory_limit: float, batch_shape: tuple[int,
 def _weights(prior: GaussianProcess) -> tuple[Any, WeightVariables, Array]:
     """The kernel, its weights u = S w as inducing variables, and L."""
     kernel, X = as_finite_rank(prior.kernel), prior.X
-    weights = WeightVariables(jax.eval_shape(kernel.features, X).shape[-1], X.shape[-1])
+    weights = WeightVariables(jax.eval_shape(partial(features_of, kernel), X).shape[-1], X.shape[-1])
     return kernel, weights, cholesky(weights.Kuu(kernel).astype(X.dtype))
 
 
@@ -90,7 +92,7 @@ class NaturalWeights(AbstractPosteriorFamily):
 
     def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         kernel = _kernel(prior, self.memory_limit, batch_shape)
-        Phi = kernel.features(prior.X)
+        Phi = features_of(kernel, prior.X)
         value = param("sites", TiedSites.zeros(batch_shape, Phi.shape[-1], prior.X.dtype))
         check_refresh(value, 1)
         sites = value_of(value)
@@ -131,7 +133,7 @@ class MeanWeights(AbstractPosteriorFamily):
 
     def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         kernel = _kernel(prior, self.memory_limit, batch_shape)
-        Phi = kernel.features(prior.X)
+        Phi = features_of(kernel, prior.X)
         r, dtype = Phi.shape[-1], Phi.dtype
         m = param("m", jnp.zeros((*batch_shape, r), dtype))
         start = TiedSites(jnp.zeros((*batch_shape, 0), dtype), jnp.zeros((*batch_shape, r, r), dtype))
