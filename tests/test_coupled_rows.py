@@ -49,8 +49,9 @@ def correlated(f):
 
 
 def quadratic(f):
-    # Written so that no program shows a linear predictor.
-    numpyro.factor("y", -0.5 * (f - Y) @ jnp.linalg.inv(NEIGHBOURS) @ (f - Y))
+    # Written so that its program shows no linear predictor.
+    root = jnp.linalg.inv(jnp.linalg.cholesky(NEIGHBOURS))
+    numpyro.factor("y", -0.5 * jnp.sum(jax.lax.map(lambda row: (row @ (f - Y)) ** 2, root)))
 
 
 DIFFERENCES = np.zeros((20, N))
@@ -194,13 +195,13 @@ def test_the_loss_is_the_expectation_under_joint_draws(name, kind):
 
 @pytest.mark.parametrize("kind", ["tied", "whitened"])
 def test_draws_of_another_loss_are_joint_over_the_rows(kind):
-    model = model_with(averages)
-    guide = GUIDES[kind](model)
+    model = model_with(cumulative)
+    guide = sgp.AutoTSVGP(model, X[:1]) if kind == "tied" else sgp.AutoSVGP(model, X[:1])
     svi = SVI(model, guide, optax.sgd(0.0), sgp.QuadratureELBO())
     params = moved(svi, kind)
     exact = svi.loss.loss(jax.random.key(0), params, model, guide, X)
     drawn = TraceMeanField_ELBO(num_particles=4000).loss(jax.random.key(1), params, model, guide, X)
-    assert_allclose(drawn, exact, rtol=0.02)
+    assert_allclose(drawn, exact, rtol=0.05)
 
 
 @pytest.mark.parametrize("kind", ["tied", "whitened"])
@@ -278,3 +279,14 @@ def test_a_posterior_does_not_need_the_data_of_the_terms(kind):
     assert_allclose(process.mean, q.mean, atol=1e-8)
     assert guide.sample_functions(jax.random.key(1), params, X[:3], num_samples=2)["f"](X).shape == (2, N)
     assert set(guide.median(params, X[:3])) == {"a", "f"}
+
+
+@pytest.mark.filterwarnings(IS_SAMPLED)
+@pytest.mark.parametrize("floor", [0.0, None])
+def test_the_direction_of_a_term_that_is_not_concave_has_a_floor(floor):
+    model = model_with(recursion)
+    svi = SVI(model, GUIDES["tied"](model), sgp.NaturalGradient(0.2, floor=floor), sgp.QuadratureELBO())
+    state, _ = svi.update(svi.init(jax.random.key(0), X), X)
+    (sites,) = [value for name, value in svi.get_params(state).items() if name.endswith("sites")]
+    smallest = np.linalg.eigvalsh(sites.Lambda2).min()
+    assert smallest < -1e-3 if floor is None else smallest > -1e-8
