@@ -123,16 +123,9 @@ class Constant(Kernel):
         return jnp.broadcast_to(variance[..., None, None], (*batch, X.shape[-2], Z.shape[-2]))
 
 
-@final
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Sum(Kernel):
-    """k(x, z) = k₁(x, z) + k₂(x, z): the sum of independent functions.
-
-    Args:
-        left: k₁, any kernel, ours or not.
-        right: k₂, any kernel, ours or not; the batches broadcast.
-    """
+class AbstractPair(Kernel):
+    """A kernel of two others; its batch is that of both."""
 
     left: Callable
     right: Callable
@@ -140,6 +133,18 @@ class Sum(Kernel):
     def _kink(self, column: int | None, D: int) -> Kernel | None:
         left = kink_of(self.left, column, D)
         return kink_of(self.right, column, D) if left is None else left
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sum(AbstractPair):
+    """k(x, z) = k₁(x, z) + k₂(x, z): the sum of independent functions.
+
+    Args:
+        left: k₁, any kernel, ours or not.
+        right: k₂, any kernel, ours or not; the batches broadcast.
+    """
 
     def _diagonal(self, X: Array) -> Array:
         return add(self.left(X), self.right(X))
@@ -151,20 +156,13 @@ class Sum(Kernel):
 @final
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Product(Kernel):
+class Product(AbstractPair):
     """k(x, z) = k₁(x, z) k₂(x, z): the covariance of the product of independent functions with mean zero.
 
     Args:
         left: k₁, any kernel, ours or not.
         right: k₂, any kernel, ours or not; the batches broadcast.
     """
-
-    left: Callable
-    right: Callable
-
-    def _kink(self, column: int | None, D: int) -> Kernel | None:
-        left = kink_of(self.left, column, D)
-        return kink_of(self.right, column, D) if left is None else left
 
     def _diagonal(self, X: Array) -> Array:
         return multiply(self.left(X), self.right(X))
