@@ -110,18 +110,18 @@ def figure(result: dict, path: Path) -> None:
     rows = [row for row in rows if row]
     columns = max(map(len, rows))
     _, axes = plt.subplots(
-        len(rows), columns, figsize=(3.2 * columns, 2.9 * len(rows)), layout="constrained", squeeze=False
+        len(rows), columns, figsize=(2.4 * columns, 2.5 * len(rows)), layout="constrained", squeeze=False
     )
     for ax, (name, setting, curves, label, start) in zip(axes.flat, (p for row in rows for p in row), strict=True):
         best = max(max(bounds) for bounds in curves.values())
         for form, bounds in curves.items():
             x = np.arange(start, start + len(bounds))
             ax.semilogy(x, np.maximum(best - np.array(bounds), 1e-3), STYLES[form], label=form)
-        ax.set_title(f"{name}, {setting}", fontsize=8)
+        ax.set_title(f"{name}, {setting.replace(', ', chr(10), 1)}", fontsize=9)
         ax.set_xlabel(label)
     for ax in axes[:, 0]:
         ax.set_ylabel("nats below the best")
-    axes.flat[0].legend(fontsize=7, frameon=False)
+    axes.flat[0].legend(fontsize=8, frameon=False)
     plt.savefig(path, dpi=120)
     print(f"figure written to {path}")
 

@@ -264,6 +264,8 @@ def figure(result: dict, path: Path) -> None:
         name, kind, batch = cell.split("/")
         column[0].set_title(f"{name}, {kind}, B = {batch}", fontsize=9)
         column[1].set_xlabel("epochs")
+        for ax in column:
+            ax.ticklabel_format(axis="y", useOffset=False)
     axes[0, 0].set_ylabel("−log p(y) a row")
     axes[1, 0].set_ylabel("RMSE on held-out rows")
     handles = {label: handle for ax in axes[0] for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
