@@ -418,3 +418,15 @@ def test_with_inducing_variables_that_are_no_function_values_the_mean_is_in_the_
     q = guide.posterior(jax.random.key(0), params, X_NEW)["f"]
     assert_allclose(q.mean, Phi @ weights + 0.2, rtol=1e-8)
     assert_allclose(q.kl, 0.5 * weights @ weights, rtol=1e-8)
+
+
+def test_a_basis_made_from_the_rows_of_the_model_is_refused_at_other_rows():
+    def model(X, y=None):
+        kernel = features.InducingBasis(kernels.SquaredExponential(1.0), X)
+        numpyro.sample("y", dist.Normal(numpyro.sample("f", sgp.GaussianProcess(kernel, X)), 0.3), obs=y)
+
+    guide = sgp.AutoQSGP(model, basis_batch=2)
+    X = np.linspace(0.0, 1.0, 6)[:, None]
+    params = initial_parameters(model, guide, X, X[:, 0])
+    with pytest.raises(ValueError, match=r"m = 4 basis functions here and had 6.*fixed inputs"):
+        guide.posterior(jax.random.key(0), params, X[:4])

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 import numpy as np
 
 from numpyro_sgp._internal.checks import positive
+from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.features import as_finite_rank
@@ -116,13 +117,20 @@ class AbstractQuadruplyStochastic(AbstractPosteriorFamily):
             )
             raise ValueError(msg)
         rank = jax.eval_shape(kernel.features, X).shape[-1]
+        basis = param("basis", lambda rng_key: self._table(kernel, X, rank, rng_key, prior.relative_jitter))
+        size = value_of(basis).size
+        if size != rank:
+            msg = (
+                f"The kernel has m = {rank} basis functions here and had {size} when the guide was first run. A kernel "
+                "made from the rows of X changes with them: make it from fixed inputs."
+            )
+            raise ValueError(msg)
         if not min(2, rank) <= self.basis_batch <= rank:
             msg = (
                 f"`basis_batch` is {self.basis_batch}, but the kernel has m = {rank} basis functions. Pass at least 2 "
                 f"and at most {rank}."
             )
             raise ValueError(msg)
-        basis = param("basis", lambda rng_key: self._table(kernel, X, rank, rng_key, prior.relative_jitter))
         part = self._part(param, prior, kernel)
         if is_initial(param, "basis"):
             # The prior: not one feature is evaluated, of which there may be ten million.
