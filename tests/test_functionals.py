@@ -458,16 +458,16 @@ def test_features_take_functionals():
     assert_allclose(q.mean, SUMS @ guide.posterior(jax.random.key(0), params, NODES)["f"].mean, atol=1e-10)
 
 
-def test_float32_and_close_pairs():
+def test_close_pairs_among_others_are_no_contradiction_in_float32():
     with jax.enable_x64(False):
-        for gap in (1e-1, 1e-3):
-            A = POINTS.astype(np.float32)
-            pairs = Difference(A, A + np.float32(gap))
-            found = sgp.SparseGPRegression(SquaredExponential(1.0), pairs, NODES.astype(np.float32), 0.1).condition(y)
-            q = found.posterior(pairs)
-            assert np.isfinite(q.mean).all()
-            assert (q.variance >= 0.0).all()
-            assert AREAS.dtype == np.float32
+        rng = np.random.default_rng(0)
+        A, gaps, Z = (rng.uniform(0.0, 3.0, (size, 1)).astype(np.float32) for size in (200, 200, 30))
+        pairs = Difference(A, A + gaps * np.float32(10.0) ** -rng.uniform(0.0, 4.0, (200, 1)).astype(np.float32))
+        site = sgp.SparseGPRegression(SquaredExponential(1.0), pairs, Z, 0.1)
+        assert np.isfinite(site.condition(A[:, 0]).posterior(pairs).variance).all()
+        far = np.float32(1000.0) + A
+        assert (Linear()(Difference(far, far + np.float32(1e-3))) >= 0.0).all()
+        assert AREAS.dtype == np.float32
 
 
 # Errors.

@@ -133,6 +133,9 @@ class WeightedSum(AbstractFunctional):
 class Difference(AbstractFunctional):
     """Rows f(x_r) − f(x′_r): preferences, contrasts, changes.
 
+    In float32 a difference over a thousandth of a lengthscale has no digits left; where all are so small, use
+    `Derivative`, or float64.
+
     Args:
         X1: inputs x, (R, D).
         X2: inputs x′, (R, D).

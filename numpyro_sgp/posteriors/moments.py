@@ -235,6 +235,8 @@ whiten.defjvp(_whiten_jvp, symbolic_zeros=True)
 
 # Rounding makes k_ii − |A_i|² negative by 3e-5 k_ii in float32 (measured, M = 512). Where it is a thousandth and more,
 # the covariance blocks contradict each other: distances lost in float32, or a kernel that is not positive definite.
+# Relative to the largest variance of the rows, as the rounding of a small difference of large numbers is: f(x) − f(x′)
+# for x close to x′.
 _CONTRADICTION = 1e-3
 
 
@@ -242,7 +244,8 @@ _CONTRADICTION = 1e-3
 def moments(mean: Array, kff: Array, A: Array, T: Array | None, kl: Array) -> Moments:
     """v_i = (k_ii − |A_i|²) + |T_i|², the bracket kept non-negative against rounding, NaN where it is no rounding."""
     residual = kff - jnp.sum(A * A, axis=-2)
-    residual = jnp.where(residual < -_CONTRADICTION * kff, jnp.nan, residual)
+    largest = jnp.max(kff, axis=-1, keepdims=True, initial=0.0)
+    residual = jnp.where(residual < -_CONTRADICTION * largest, jnp.nan, residual)
     if T is None:
         # The bracket is all of the variance, and positive: its rounding error is of the order of the machine epsilon.
         variance = jnp.maximum(residual, jnp.finfo(residual.dtype).eps * kff)
