@@ -14,6 +14,7 @@ import scipy.stats
 
 import numpyro_sgp as sgp
 from numpyro_sgp.diagnostics.importance import log_importance_ratios
+from numpyro_sgp.posteriors.joint import formulas as joint_formulas
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -290,3 +291,46 @@ def test_the_direction_of_a_term_that_is_not_concave_has_a_floor(floor):
     (sites,) = [value for name, value in svi.get_params(state).items() if name.endswith("sites")]
     smallest = np.linalg.eigvalsh(sites.Lambda2).min()
     assert smallest < -1e-3 if floor is None else smallest > -1e-8
+
+
+# Each entry looks at two rows, or three.
+FEW_ROWS = {
+    "differences": lambda f: f[HOME] - 0.5 * f[AWAY],
+    "of a reference": lambda f: f - f[3],
+    "neighbours": lambda f: 2.0 * f[1:-1] - f[:-2] - f[2:],
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", FEW_ROWS)
+def test_predictors_of_few_rows_need_no_matrix_of_all_rows(name, compiled, monkeypatch):
+    monkeypatch.setattr(joint_formulas, "_MOST_COEFFICIENTS", 0)
+    outcomes = np.resize(Y, np.shape(FEW_ROWS[name](jnp.zeros(N))))
+
+    def model(X, outcomes):
+        a = numpyro.sample("a", dist.Normal(0.0, 1.0))
+        numpyro.sample("y", dist.Normal(a + FEW_ROWS[name](numpyro.sample("f", gp(X))), NOISE), obs=outcomes)
+
+    svi = SVI(model, GUIDES["tied"](model), sgp.NaturalGradient(1.0), sgp.QuadratureELBO())
+    state = svi.init(jax.random.key(0), X, outcomes)
+    state, _ = jax.jit(svi.update)(state, X, outcomes) if compiled else svi.update(state, X, outcomes)
+    A = np.asarray(jax.jacobian(FEW_ROWS[name])(jnp.zeros(N)))
+    S = A @ K @ A.T + 1.0 + NOISE**2 * np.eye(len(outcomes))
+    evidence = scipy.stats.multivariate_normal(np.zeros(len(outcomes)), S).logpdf(outcomes)
+    assert_allclose(svi.evaluate(state, X, outcomes), -evidence, rtol=1e-6)
+
+
+def test_the_variance_of_few_rows_of_several_latents_is_that_of_the_dense_prior():
+    def model(X):
+        with numpyro.plate("latents", 2):
+            f = numpyro.sample("f", sgp.GaussianProcess(KERNELS, X, jitter=1e-10))
+        numpyro.sample("y", dist.Normal(f[0, HOME] - 2.0 * f[0, AWAY] + f[1, AWAY], NOISE), obs=np.resize(Y, 20))
+
+    KERNELS = sgp.kernels.SquaredExponential(jnp.asarray([[LENGTHSCALE], [0.3]]), jnp.asarray([1.0, 0.7]))
+    guide = sgp.AutoTSVGP(model, X)
+    svi = SVI(model, guide, sgp.NaturalGradient(1.0), sgp.QuadratureELBO())
+    state, _ = svi.update(svi.init(jax.random.key(0), X), X)
+    first, second = np.eye(N)[HOME] - 2.0 * np.eye(N)[AWAY], np.eye(N)[AWAY]
+    S = first @ K @ first.T + 0.7 * second @ oracles.se(X, X, 0.3, 1.0) @ second.T + NOISE**2 * np.eye(20)
+    evidence = scipy.stats.multivariate_normal(np.zeros(20), S).logpdf(np.resize(Y, 20))
+    assert_allclose(svi.evaluate(state, X), -evidence, rtol=1e-6)

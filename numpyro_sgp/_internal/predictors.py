@@ -16,6 +16,7 @@ from jax.extend.core import Literal
 import numpy as np
 
 from numpyro_sgp._internal.programs import inner_program
+from numpyro_sgp._internal.row_dependence import Dependence, Fact, fact_of_equation
 
 __all__ = ["Program", "traced"]
 
@@ -126,6 +127,24 @@ class Program:
         while number in made_by and made_by[number].equation.primitive.name in _KEEPS - {"neg"}:
             (number,) = made_by[number].operands
         return number
+
+    def picked(self, number: int, name: str) -> tuple[int, ...]:
+        """The variables of one row of an input each, on its last axis, through which another one depends on it."""
+        start = Fact(Dependence.ONE, len(self.shapes[self.inputs[name]]) - 1)
+        facts, made_by = {self.inputs[name]: start}, {}
+        for operation in self.operations:
+            operands = [facts.get(each, Fact(Dependence.NONE, ("variable", each))) for each in operation.operands]
+            facts.update(zip(operation.results, fact_of_equation(operation.equation, operands), strict=True))
+            made_by.update(dict.fromkeys(operation.results, operation))
+        found, left = set(), [number]
+        while left:
+            each = left.pop()
+            kind = facts[each].kind if each in facts else Dependence.NONE
+            if kind is Dependence.ONE:
+                found.add(each)
+            elif kind is not Dependence.NONE:
+                left += made_by[each].operands
+        return tuple(sorted(found))
 
     def depends_given(self, given: Mapping[int, frozenset[str]]) -> dict[str, frozenset[str]]:
         """What each output depends on if some variables were inputs, with these names."""

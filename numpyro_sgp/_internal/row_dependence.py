@@ -14,9 +14,9 @@ from jax import Array
 from jax.extend.core import Literal
 
 from numpyro_sgp._internal.axis_dependence import ELEMENTWISE, UNKNOWN, axis_of_equation
-from numpyro_sgp._internal.programs import interpret
+from numpyro_sgp._internal.programs import inner_program, interpret
 
-__all__ = ["Dependence", "row_dependence"]
+__all__ = ["Dependence", "Fact", "fact_of_equation", "row_dependence"]
 
 
 class Dependence(enum.IntEnum):
@@ -28,7 +28,7 @@ class Dependence(enum.IntEnum):
     COUPLED = 3  # in another way, or not known
 
 
-class _Fact(NamedTuple):
+class Fact(NamedTuple):
     """How the entries of a value depend on rows.
 
     Attributes:
@@ -41,7 +41,7 @@ class _Fact(NamedTuple):
     where: Any = None
 
 
-_SUM, _COUPLED = _Fact(Dependence.SUM), _Fact(Dependence.COUPLED)
+_SUM, _COUPLED = Fact(Dependence.SUM), Fact(Dependence.COUPLED)
 # Operations that move, copy or pick entries of their first operand, or of all operands; other operands are indices.
 _MOVES = {
     "broadcast_in_dim", "copy", "copy_p", "dynamic_slice", "expand_dims", "gather", "optimization_barrier", "reshape",
@@ -63,25 +63,32 @@ def row_dependence(fn: Callable[[Array], Any], f: Array) -> Any:
     """
     program, like = jax.make_jaxpr(fn, return_shape=True)(f)
     # A single row cannot be coupled with another one.
-    start = _Fact(Dependence.ONE, f.ndim - 1 if f.shape[-1] > 1 else "the row")
+    start = Fact(Dependence.ONE, f.ndim - 1 if f.shape[-1] > 1 else "the row")
     found = interpret(program.jaxpr, [start], _constant, _of_equation)
     return jax.tree.unflatten(jax.tree.structure(like), [fact.kind for fact in found])
 
 
-def _constant(variable: Any) -> _Fact:
-    return _Fact(
+def fact_of_equation(equation: Any, facts: list[Fact]) -> list[Fact]:
+    """A fact about each result of an equation, from those about its operands."""
+    inner = inner_program(equation)
+    found = _of_equation(equation, facts) if inner is None else interpret(inner, facts, _constant, _of_equation)
+    return found if isinstance(found, list) else [found] * len(equation.outvars)
+
+
+def _constant(variable: Any) -> Fact:
+    return Fact(
         Dependence.NONE,
         ("literal", repr(variable.val)) if isinstance(variable, Literal) else ("constant", id(variable)),
     )
 
 
-def _of_equation(equation: Any, facts: list[_Fact]) -> _Fact | list[_Fact]:
+def _of_equation(equation: Any, facts: list[Fact]) -> Fact | list[Fact]:
     name = equation.primitive.name
     kinds = [fact.kind for fact in facts]
     worst = max(kinds, default=Dependence.NONE)
     dependent = [fact for fact in facts if fact.kind > Dependence.NONE]
     if worst is Dependence.NONE:
-        return _Fact(Dependence.NONE, _name(equation, facts))
+        return Fact(Dependence.NONE, _name(equation, facts))
     if name == "scan":
         return _of_scan(equation, facts)
     if name == "cond":
@@ -94,7 +101,7 @@ def _of_equation(equation: Any, facts: list[_Fact]) -> _Fact | list[_Fact]:
             axes = [fact.where if fact.kind else None for fact in facts]
             axis = axis_of_equation(equation, axes)
             if axis != UNKNOWN:
-                return _Fact(Dependence.ONE, axis)
+                return Fact(Dependence.ONE, axis)
         elif name in ELEMENTWISE and len(set(dependent)) == 1:
             return dependent[0]
     if name in _LINEAR_TOGETHER or (name in _SUMS and len(dependent) == 1):
@@ -111,8 +118,8 @@ def _of_equation(equation: Any, facts: list[_Fact]) -> _Fact | list[_Fact]:
     return _COUPLED
 
 
-def _picked(equation: Any, facts: list[_Fact], worst: Dependence) -> _Fact:
-    return _Fact(worst, _name(equation, facts) if worst is Dependence.ONE else None)
+def _picked(equation: Any, facts: list[Fact], worst: Dependence) -> Fact:
+    return Fact(worst, _name(equation, facts) if worst is Dependence.ONE else None)
 
 
 def _index_depends(name: str, kinds: list[Dependence]) -> bool:
@@ -121,7 +128,7 @@ def _index_depends(name: str, kinds: list[Dependence]) -> bool:
     return any(indices)
 
 
-def _name(equation: Any, facts: list[_Fact]) -> Any:
+def _name(equation: Any, facts: list[Fact]) -> Any:
     """A name that two equations share only if they do the same with the same operands."""
     operands = tuple(fact.where for fact in facts)
     if any(hasattr(value, "eqns") or hasattr(value, "jaxpr") for value in equation.params.values()):
@@ -131,7 +138,7 @@ def _name(equation: Any, facts: list[_Fact]) -> Any:
     return ("of", equation.primitive.name, hash((params, shapes, operands)))
 
 
-def _of_cond(equation: Any, facts: list[_Fact]) -> list[_Fact]:
+def _of_cond(equation: Any, facts: list[Fact]) -> list[Fact]:
     if facts[0].kind > Dependence.NONE:
         return [_COUPLED] * len(equation.outvars)
     branches = [interpret(branch.jaxpr, facts[1:], _constant, _of_equation) for branch in equation.params["branches"]]
@@ -139,13 +146,13 @@ def _of_cond(equation: Any, facts: list[_Fact]) -> list[_Fact]:
     return [_joined(found, (name, number)) for number, found in enumerate(zip(*branches, strict=True))]
 
 
-def _joined(facts: tuple[_Fact, ...], name: Any) -> _Fact:
+def _joined(facts: tuple[Fact, ...], name: Any) -> Fact:
     """The fact about a value of which each entry is one of several."""
     worst = max(fact.kind for fact in facts)
-    return facts[0] if len(set(facts)) == 1 else _Fact(worst, name if worst < Dependence.SUM else None)
+    return facts[0] if len(set(facts)) == 1 else Fact(worst, name if worst < Dependence.SUM else None)
 
 
-def _of_scan(equation: Any, facts: list[_Fact]) -> list[_Fact]:
+def _of_scan(equation: Any, facts: list[Fact]) -> list[Fact]:
     """A step sees a slice of what it scans over, and what it carries may depend on other rows than that does."""
     body = equation.params["jaxpr"].jaxpr
     # Ranks tell what is scanned over or stacked; the names of the parameters that count them differ between versions.
@@ -160,7 +167,7 @@ def _of_scan(equation: Any, facts: list[_Fact]) -> list[_Fact]:
     # Facts about what is carried only grow, so that this ends.
     while True:
         fresh = [
-            _Fact(fact.kind, (name, "carry", number)) if fact.kind < Dependence.SUM else fact
+            Fact(fact.kind, (name, "carry", number)) if fact.kind < Dependence.SUM else fact
             for number, fact in enumerate(carry)
         ]
         found = interpret(body, [*consts, *fresh, *scanned], _constant, _of_equation)
@@ -176,13 +183,13 @@ def _count_of_equal_rank(outer: list, inner: list) -> int:
     return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))
 
 
-def _slice(fact: _Fact, name: Any) -> _Fact:
+def _slice(fact: Fact, name: Any) -> Fact:
     if fact.kind is Dependence.ONE:
-        return _Fact(Dependence.ONE, fact.where - 1 if isinstance(fact.where, int) and fact.where > 0 else name)
-    return _Fact(fact.kind, name) if fact.kind is Dependence.NONE else fact
+        return Fact(Dependence.ONE, fact.where - 1 if isinstance(fact.where, int) and fact.where > 0 else name)
+    return Fact(fact.kind, name) if fact.kind is Dependence.NONE else fact
 
 
-def _stacked(fact: _Fact, name: Any) -> _Fact:
+def _stacked(fact: Fact, name: Any) -> Fact:
     if fact.kind is Dependence.ONE:
-        return _Fact(Dependence.ONE, fact.where + 1 if isinstance(fact.where, int) else name)
-    return _Fact(fact.kind, name) if fact.kind is Dependence.NONE else fact
+        return Fact(Dependence.ONE, fact.where + 1 if isinstance(fact.where, int) else name)
+    return Fact(fact.kind, name) if fact.kind is Dependence.NONE else fact

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
+from numpyro_sgp.guides.joint import Prior
 from numpyro_sgp.guides.members import Group
 from numpyro_sgp.posteriors.joint.formulas import Rows, prior_covariance
 from numpyro_sgp.posteriors.joint.independent import IndependentGaussian
@@ -31,6 +32,7 @@ class IndependentRun:
         self.transforms: dict[str, Any] = {}
         self.effect_shape = ()
         self.num_latents = 0
+        self.priors: dict[str, Prior] = {}
         self._posteriors: dict[str, SparsePosterior] = {}
         self._num_prior: dict[str, int] = {}
 
@@ -44,6 +46,7 @@ class IndependentRun:
         self.rows[site] = Rows(stacked.reshape(-1, *stacked.shape[-2:]), kff.reshape(-1, N))
         self._num_prior[site] = roots.A.shape[-2]
         self._posteriors[site] = q
+        self.priors[site] = Prior(q.kernel, q.prior.X, q.batch_shape)
 
     @property
     def dtype(self) -> Any:
@@ -63,8 +66,7 @@ class IndependentRun:
 
     def prior_covariance(self, site: str) -> Array:
         """Cov[f(X)] of the prior for each latent of a site, (C, N, N)."""
-        q = self._posteriors[site]
-        return prior_covariance(q.kernel, q.prior.X, q.batch_shape)
+        return prior_covariance(*self.priors[site])
 
     def places(self, names: Collection[str]) -> np.ndarray:
         """Where the numbers of some latents are: nowhere."""

@@ -6,7 +6,7 @@ of it. `guides/members.py` says which they are.
 
 from collections.abc import Callable, Collection, Mapping
 import dataclasses
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax import Array
@@ -33,12 +33,26 @@ from numpyro_sgp.posteriors.joint.formulas import JointGaussian, Rows, gaussian_
 from numpyro_sgp.posteriors.moments import Moments, Roots, moments, roots_of
 from numpyro_sgp.posteriors.natural_parameters import EffectSites, JointSites
 
-__all__ = ["JointRun", "expected_reference"]
+__all__ = ["JointRun", "Prior", "expected_reference"]
 
 # The standard deviation that a latent starts with, as in NumPyro's `AutoNormal`.
 _INITIAL_SCALE = 0.1
 # The reference in the place of a prior that is not Gaussian in the unconstrained latent.
 _REFERENCE_SCALE = 3.0
+
+
+class Prior(NamedTuple):
+    """Of a GP site at the model's inputs.
+
+    Attributes:
+        kernel: its kernel.
+        X: inputs (N, D), or functionals.
+        batch_shape: one latent for each entry.
+    """
+
+    kernel: Callable
+    X: Any
+    batch_shape: tuple[int, ...]
 
 
 class JointRun:
@@ -49,6 +63,7 @@ class JointRun:
         gaussian: q(z).
         transforms: from unconstrained values, by latent.
         rows: the GP sites at the model's inputs, by site.
+        priors: of these.
         latents: sites of the guide for the latents, at a draw.
         effects: the effects of groups about their prior means, in their units, at the draw, (G,); or None.
     """
@@ -72,7 +87,7 @@ class JointRun:
         spans = zip(shapes.items(), ends[:-1].tolist(), ends[1:].tolist(), strict=True)
         self._places = {name: (start, stop, shape) for (name, shape), start, stop in spans}
         self.rows: dict[str, Rows] = {}
-        self.priors: dict[str, tuple[GaussianProcess, tuple[int, ...]]] = {}
+        self.priors: dict[str, Prior] = {}
         self._covariances: dict[str, Array] = {}
         priors: dict[str, Any] = {name: unwrap(trace[name]["fn"]) for name in group.sites}
         inducing, Kuu, moves = {}, {}, False
@@ -277,7 +292,7 @@ class JointRun:
         N = prior.event_shape[0]
         Kuf = jnp.broadcast_to(self.gaussian.inducing[site].Kuf(prior.kernel, prior.X), (*batch_shape, M, N))
         kff = jnp.broadcast_to(prior.kernel(prior.X), (*batch_shape, N))
-        self.priors[site] = prior, batch_shape
+        self.priors[site] = Prior(prior.kernel, prior.X, batch_shape)
         rows = self.rows[site] = Rows(Kuf.reshape(C, M, N), kff.reshape(C, N))
         found, kl = self.gaussian.posterior(self.gaussian.of_site(site, rows), rows.kff.ravel())
         own = slice(start, start + C * M)
@@ -302,8 +317,7 @@ class JointRun:
     def prior_covariance(self, site: str) -> Array:
         """Cov[f(X)] of the prior for each latent of a site, (C, N, N)."""
         if site not in self._covariances:
-            prior, batch_shape = self.priors[site]
-            self._covariances[site] = prior_covariance(prior.kernel, prior.X, batch_shape)
+            self._covariances[site] = prior_covariance(*self.priors[site])
         return self._covariances[site]
 
     def draw(self, site: str, q: SparsePosterior, rng_key: Array, *, joint: bool) -> Array:

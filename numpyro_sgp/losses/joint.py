@@ -20,6 +20,7 @@ from numpyro_sgp.distributions.traces import Trace, scaled_log_prob
 from numpyro_sgp.guides.handlers import is_missing_outcome
 from numpyro_sgp.guides.joint import JointRun, expected_reference
 from numpyro_sgp.guides.members import log_densities
+from numpyro_sgp.losses.picked_rows import picked_variance
 from numpyro_sgp.losses.terms import Root, Term, Terms
 from numpyro_sgp.math.linalg import cholesky, solve_lower
 from numpyro_sgp.math.quadrature import product_grid, spherical_radial
@@ -248,9 +249,26 @@ class JointExpectation:
         moving[run.places(term.linear)] = 1.0
         rows = {site: run.rows[site] for site in term.sites}
         has_effects = effects in self.program.depends[root.number]
-        coupled = {site: run.prior_covariance(site) for site in term.sites if (term.name, site) in run.group.coupled}
+        covariances, variances = {}, {}
+        inputs = {site: self.means[site] for site in term.sites} | run.unflattened(w) | self._no_effects()
+        for site in term.sites:
+            if (term.name, site) not in run.group.coupled:
+                continue
+            variance = None
+            if len(term.roots) == root.count == 1:
+                variance = picked_variance(self.program, root.number, site, inputs, run.priors[site])
+            if variance is None:
+                covariances[site] = run.prior_covariance(site)
+            else:
+                variances[site] = variance
         return run.gaussian.of_predictor(
-            of, (f, w), rows, jnp.asarray(moving, w.dtype), has_effects=has_effects, covariances=coupled
+            of,
+            (f, w),
+            rows,
+            jnp.asarray(moving, w.dtype),
+            has_effects=has_effects,
+            covariances=covariances,
+            variances=variances,
         )
 
     def _integrate(self, term: Term, known: _Known, latents: _Latents, rng_key: Array) -> Array:

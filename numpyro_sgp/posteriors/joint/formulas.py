@@ -25,7 +25,7 @@ from numpyro_sgp.math.linalg import matmul, matvec, solve_lower
 from numpyro_sgp.posteriors.dual.formulas import natural_mean_and_root, natural_whitened
 from numpyro_sgp.posteriors.dual.tied import tied, tied_mean_and_root
 from numpyro_sgp.posteriors.joint.effects import Eliminated, Loading, eliminated
-from numpyro_sgp.posteriors.moments import roots_of, whiten
+from numpyro_sgp.posteriors.moments import roots_of, standard_deviation, whiten
 from numpyro_sgp.posteriors.natural_parameters import Perturbed, floored_matrix, perturb_kl, perturb_marginals
 
 __all__ = ["AbstractJointGaussian", "Columns", "JointGaussian", "Rows", "gaussian_prior", "prior_covariance", "stacked"]
@@ -149,6 +149,7 @@ class AbstractJointGaussian(ABC):
         *,
         has_effects: bool,
         covariances: Mapping[str, Array] | None = None,
+        variances: Mapping[str, Array] | None = None,
     ) -> "Predictor":
         """The columns of an affine predictor η(f, w), whatever its coefficients are.
 
@@ -164,6 +165,8 @@ class AbstractJointGaussian(ABC):
             has_effects: whether it depends on effects of groups.
             covariances: prior covariance between the rows of a site, (C, N, N), by site, where several rows of it meet
                 in an entry of the term that the predictor is for.
+            variances: in their place the prior variances of the predictor's own part in a site, (...), where its
+                covariances with other predictors are not asked for.
         """
         f, w = at
         e = jnp.zeros_like(self.effect_variance)
@@ -179,6 +182,10 @@ class AbstractJointGaussian(ABC):
             one_hot = jnp.eye(C, dtype=Kuf.dtype)[:, :, None]
             tangents = (one_hot[:, None] * Kuf[:, :, None, :]).reshape(C * M, C, -1)
             k = k.at[start : start + C * M].set(jax.vmap(push)(tangents))
+            if variances is not None and site in variances:
+                deviation = standard_deviation(variances[site])[None]
+                parts.append((deviation, deviation))
+                continue
             if covariances is not None and site in covariances:
                 parts.append(_of_all_rows(push, covariances[site], value.size))
                 continue
