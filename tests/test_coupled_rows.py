@@ -334,3 +334,13 @@ def test_the_variance_of_few_rows_of_several_latents_is_that_of_the_dense_prior(
     S = first @ K @ first.T + 0.7 * second @ oracles.se(X, X, 0.3, 1.0) @ second.T + NOISE**2 * np.eye(20)
     evidence = scipy.stats.multivariate_normal(np.zeros(20), S).logpdf(np.resize(Y, 20))
     assert_allclose(svi.evaluate(state, X), -evidence, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings(IS_SAMPLED)
+@pytest.mark.parametrize("kind", ["tied", "whitened"])
+def test_rows_of_which_few_inducing_variables_know_nearly_all_can_be_drawn(kind):
+    model = model_with(softmax)
+    guide = sgp.AutoTSVGP(model, X[::2]) if kind == "tied" else sgp.AutoSVGP(model, X[::2])
+    svi = SVI(model, guide, optax.sgd(0.0), sgp.QuadratureELBO())
+    params = svi.get_params(svi.init(jax.random.key(0), X))
+    assert np.isfinite(log_importance_ratios(jax.random.key(1), svi, params, X, num_samples=5)).all()

@@ -71,6 +71,8 @@ class Conditional(NamedTuple):
         log_density: the entries of the term, as a function of displacements of the predictors from their means,
             (rows, F).
         num_shared: how many of the first axes of the rows some predictor does not have: rows along them share it.
+        scale: the size of the variances that the covariance was computed from, (rows, F): its rounding error is
+            relative to them.
     """
 
     mean: Array
@@ -78,6 +80,7 @@ class Conditional(NamedTuple):
     explained: Callable[[], Array]
     log_density: Callable[[Array], Array]
     num_shared: int
+    scale: Array
 
 
 class Predictors(NamedTuple):
@@ -317,7 +320,7 @@ class JointExpectation:
         if not term.roots:
             return jnp.sum(given.log_density(given.mean))
         ndim, covariance = given.mean.ndim - 1, given.covariance
-        z, weights = self._rows(term, ndim, covariance, rng_key)
+        z, weights = self._rows(term, given, rng_key)
 
         def at(z: Array) -> Array:
             return jnp.sum(given.log_density(z))
@@ -325,7 +328,7 @@ class JointExpectation:
         if covariance.shape[-1] <= 2 or any(len(root.rows) < ndim for root in term.roots):
             return jnp.sum(weights * jax.vmap(at)(z))
         # A quadratic function is a control variate: draws are for the rest. Pairs of draws have no odd part.
-        other, _ = self._rows(term, ndim, covariance, jax.random.fold_in(rng_key, 1))
+        other, _ = self._rows(term, given, jax.random.fold_in(rng_key, 1))
         H = jax.lax.stop_gradient(jnp.mean(jax.lax.map(lambda z: _hessian(at, z), other), axis=0))
         rest = jax.vmap(lambda z: at(z) - 0.5 * jnp.einsum("...f,...fg,...g->", z, H, z))(z)
         return jnp.sum(weights * rest) + 0.5 * jnp.sum(H * covariance)
@@ -377,20 +380,24 @@ class JointExpectation:
 
         if not term.roots:
             mean, none = jnp.zeros(0, w.dtype), jnp.zeros((0, 0), w.dtype)
-            return Conditional(mean, none, lambda: none, log_density, 0)
+            return Conditional(mean, none, lambda: none, log_density, 0, mean)
         covariance = self._covariances(term, found, gains, ndim)
         rows = covariance.shape[:-2]
-        mean = [
-            jnp.broadcast_to(each, (*rows, each.shape[-1]))
-            for root in term.roots
-            for each in [root.arranged(means[root.number], ndim)]
-        ]
+
+        def together(values: Mapping[int, Array]) -> Array:
+            parts = [root.arranged(values[root.number], ndim) for root in term.roots]
+            return jnp.concatenate([jnp.broadcast_to(part, (*rows, part.shape[-1])) for part in parts], axis=-1)
+
+        scale = {
+            n: predictor.prior_covariance(predictor) + columns.variance for n, (predictor, columns) in found.items()
+        }
         return Conditional(
-            jnp.concatenate(mean, axis=-1),
+            together(means),
             covariance,
             lambda: self._explained(term, found, gains, rows),
             log_density,
             ndim - min(len(root.rows) for root in term.roots),
+            jax.lax.stop_gradient(together(scale)),
         )
 
     def _explained(
@@ -472,8 +479,9 @@ class JointExpectation:
         covariance = _joined(rows)
         return covariance + gaussian.floored(_joined(perturbations)) if sampled else covariance
 
-    def _rows(self, term: Term, ndim: int, covariance: Array, rng_key: Array) -> tuple[Array, Array]:
+    def _rows(self, term: Term, given: Conditional, rng_key: Array) -> tuple[Array, Array]:
         """Displacements of the predictors from their means, (K, rows, F), and weights, (K,)."""
+        covariance, ndim = given.covariance, given.mean.ndim - 1
         F, dtype = covariance.shape[-1], covariance.dtype
         if F <= 2:
             nodes, weights = (jnp.asarray(each, dtype) for each in product_grid(self.num_nodes, F))
@@ -485,8 +493,8 @@ class JointExpectation:
             rest = covariance[..., 1, 1] - slope * slope
             second = standard_deviation(jnp.maximum(rest, 0.0))
             return jnp.stack(jnp.broadcast_arrays(first * x, slope * x + second * y), axis=-1), weights
-        scale = jnp.mean(jnp.diagonal(covariance, axis1=-2, axis2=-1), axis=-1)[..., None, None]
-        L = cholesky(covariance + 1e3 * jnp.finfo(dtype).eps * scale * jnp.eye(F, dtype=dtype))
+        jitter = 10.0 * F * jnp.finfo(dtype).eps * given.scale
+        L = cholesky(covariance + jitter[..., None] * jnp.eye(F, dtype=dtype))
         full = all(len(root.rows) == ndim for root in term.roots)
         shape = (self.num_samples // 2, *(covariance.shape[:-2] if full else (1,) * ndim), F)
         half = jax.random.normal(rng_key, shape, dtype)
