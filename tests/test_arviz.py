@@ -523,6 +523,7 @@ def test_outcomes_to_be_predicted_are_drawn_anew_in_each_batch():
         assert_rows_are_independent(values(data, "posterior_predictive", outcome) - values(data, "posterior", "f"))
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_hyperparameters_are_the_same_in_all_batches_and_the_same_as_without():
     guide = GUIDES["tied"](hierarchical, Z)

@@ -16,7 +16,7 @@ import numpyro_sgp as sgp
 from numpyro_sgp.diagnostics.importance import log_importance_ratios
 from numpyro_sgp.posteriors.joint import formulas as joint_formulas
 
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.once]
 
 N, LENGTHSCALE, NOISE = 9, 0.6, 0.3
 rng = np.random.default_rng(0)
@@ -111,9 +111,21 @@ def dense(likelihood, prior=K):
     return gain @ y, prior - gain @ A @ prior, evidence
 
 
+def once_each(first, second, kept):
+    """All pairs, those that are not kept marked thorough."""
+    pairs = [(a, b) for a in first for b in second]
+    return [pytest.param(*pair, marks=[] if pair in kept else pytest.mark.thorough) for pair in pairs]
+
+
 @pytest.mark.filterwarnings(IS_SAMPLED)
-@pytest.mark.parametrize("kind", ["tied", "natural", "not joint"])
-@pytest.mark.parametrize("name", GAUSSIAN)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    once_each(
+        GAUSSIAN,
+        ["tied", "natural", "not joint"],
+        [*((name, "tied") for name in GAUSSIAN), ("averages", "natural"), ("averages", "not joint")],
+    ),
+)
 def test_one_full_step_reaches_the_exact_posterior_of_gaussian_observations(name, kind):
     model = model_with(GAUSSIAN[name][0])
     guide = GUIDES[kind](model)
@@ -171,8 +183,14 @@ def moved(svi, guide, seed=1):
 
 
 @pytest.mark.filterwarnings(IS_SAMPLED)
-@pytest.mark.parametrize("kind", ["tied", "natural", "whitened", "decoupled"])
-@pytest.mark.parametrize("name", NONLINEAR)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    once_each(
+        NONLINEAR,
+        ["tied", "natural", "whitened", "decoupled"],
+        [*((name, "tied") for name in NONLINEAR), ("softmax", "whitened"), ("preferences", "decoupled")],
+    ),
+)
 def test_the_loss_is_the_expectation_under_joint_draws(name, kind):
     model = model_with(NONLINEAR[name])
     guide = GUIDES[kind](model)
@@ -301,7 +319,7 @@ FEW_ROWS = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.thorough), True])
 @pytest.mark.parametrize("name", FEW_ROWS)
 def test_predictors_of_few_rows_need_no_matrix_of_all_rows(name, compiled, monkeypatch):
     monkeypatch.setattr(joint_formulas, "_MOST_COEFFICIENTS", 0)

@@ -443,6 +443,7 @@ def test_natural_steps_with_adam_on_the_coefficients_reach_the_optimum(kind):
     assert_allclose(-svi.evaluate(state, X, Y), optimum(kind), rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_natural_steps_on_both_blocks_reach_the_optimum_together_and_faster_in_turn():
     guide, gap = make("solve", True, regression), {}
     for name, optim, steps in (

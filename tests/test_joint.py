@@ -35,6 +35,7 @@ FORMS = {
 }
 
 # The exact posterior is shown in both forms; what follows from it, in one, and in the other where all tests run.
+MISSING = [("real", "auto"), ("real", False), ("count", False)]
 each_form = pytest.mark.parametrize("form", ["tied", pytest.param("natural", marks=pytest.mark.thorough)])
 
 
@@ -458,6 +459,7 @@ def summed():
         return model, svi, result
 
 
+@pytest.mark.thorough
 def test_drawn_functions_of_several_sites_go_together(summed):
     _, svi, result = summed
     functions = svi.guide.sample_functions(jax.random.key(1), result.params, num_samples=3000)
@@ -480,6 +482,7 @@ def test_medians_and_quantiles_are_those_of_draws(summed):
         svi.guide.median(result.params)
 
 
+@pytest.mark.thorough
 def test_importance_ratios_have_the_bound_as_their_mean(summed):
     _, svi, result = summed
     data = sgp.to_arviz(jax.random.key(3), svi, result, y=COUNTS, num_samples=2000)
@@ -521,8 +524,10 @@ def test_minibatches_ask_for_the_whole_direction_on_average():
 
 
 @pytest.mark.filterwarnings("ignore:Currently, SVI with")  # NumPyro knows no discrete sites that a guide draws
-@pytest.mark.parametrize("joint", ["auto", False])
-@pytest.mark.parametrize("likelihood", ["real", "count"])
+@pytest.mark.parametrize(
+    ("likelihood", "joint"),
+    [("count", "auto"), *(pytest.param(*each, marks=pytest.mark.thorough) for each in MISSING)],
+)
 def test_missing_outcomes_are_left_out_of_the_bound_and_drawn_at_prediction(likelihood, joint):
     seen = jnp.asarray(np.arange(N) % 4 > 0)
     y = COUNTS if likelihood == "count" else np.where(seen, REALS, np.nan)
@@ -562,6 +567,7 @@ def test_an_outcome_that_is_no_number_raises():
         fitted(model, sgp.AutoTSVGP(model, Z), 1)
 
 
+@pytest.mark.thorough
 def test_a_loss_times_a_factor_has_the_same_steps():
     scaled = handlers.scale(everything, scale=0.01)
     ends = [

@@ -142,6 +142,7 @@ def test_two_predictors_of_each_datum_are_close_to_fitting_again():
     assert np.all(khat == 0.0)
 
 
+@pytest.mark.thorough
 def test_counts_of_groups_are_close_to_fitting_again():
     def log_density(draws, n):
         eta = draws["a"] + draws["f"][:, n] + draws["e"][:, jnp.asarray(GROUP)[n]]
@@ -154,7 +155,8 @@ def test_counts_of_groups_are_close_to_fitting_again():
     assert np.all(khat == 0.0)
 
 
-@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("again", [False, True])
 def test_a_scale_is_drawn_and_its_draws_are_weighted(again):
     def log_density(draws, n):
         return dist.StudentT(4.0, draws["f"][:, n] + draws["a"], draws["scale"]).log_prob(jnp.asarray(REALS)[n])
@@ -167,6 +169,7 @@ def test_a_scale_is_drawn_and_its_draws_are_weighted(again):
         assert errors(svi, result, log_density, found).max() < 0.04
 
 
+@pytest.mark.thorough
 def test_data_that_share_a_predictor_are_left_out_one_by_one():
     both = np.stack([REALS, REALS[::-1]])
 

@@ -290,6 +290,7 @@ def test_each_latent_of_a_datum_has_its_own_cavity(model, noise):
     assert_allclose(pointwise(loo), stats.norm.logpdf(y, mean, np.sqrt(variance)), atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_outputs_with_a_latent_each_are_left_out_one_by_one_and_masked_ones_are_absent():
     Y, keep = np.stack([y, y[::-1]]), np.ones((2, N), bool)
@@ -708,6 +709,7 @@ def test_a_mistake_raises_and_the_message_says_what_to_do(fn, model, args, optio
         fn(jax.random.key(0), svi, params, *args, **options)
 
 
+@pytest.mark.thorough
 def test_calibration_names_the_outcomes_and_checks_its_levels():
     svi, result = fitted(normal, sgp.AutoTSVGP(normal, Z), X, y)
     data = sgp.to_arviz(jax.random.key(1), svi, result, X, y, num_samples=50)
