@@ -367,3 +367,18 @@ def test_rows_of_which_few_inducing_variables_know_nearly_all_can_be_drawn(kind)
     svi = SVI(model, guide, optax.sgd(0.0), sgp.QuadratureELBO())
     params = svi.get_params(svi.init(jax.random.key(0), many))
     assert np.isfinite(log_importance_ratios(jax.random.key(1), svi, params, many, num_samples=5)).all()
+
+
+def test_parameters_of_a_model_of_single_rows_are_refused_by_one_of_several():
+    def model(X, averaged):
+        f = numpyro.sample("f", gp(X))
+        numpyro.sample("y", dist.Normal(AVERAGES @ f if averaged else f[:5], NOISE), obs=Y[:5])
+
+    guide = GUIDES["tied"](model)
+    svi = SVI(model, guide, sgp.NaturalGradient(1.0), sgp.QuadratureELBO())
+    state, _ = svi.update(svi.init(jax.random.key(0), X, False), X, False)
+    params = svi.get_params(state)
+    for fresh in (guide, GUIDES["tied"](model)):
+        with pytest.raises(ValueError, match=r"\['y'\] depend on several rows of the GP site 'f'.*of another model"):
+            svi.loss.loss(jax.random.key(0), params, model, fresh, X, True)
+        svi.loss.loss(jax.random.key(0), params, model, fresh, X, False)

@@ -37,6 +37,11 @@ ROWS = (0, 7, N - 1)
 POINTWISE = "loo_i" if az.__version__.startswith("0.") else "elpd_i"
 
 
+@pytest.fixture(autouse=True)
+def few_effects_are_many(monkeypatch):
+    monkeypatch.setattr(members, "_FEWEST_EFFECTS", 16)
+
+
 def gp(kernel, x):
     return sgp.GaussianProcess(kernel, x, jitter=1e-10)
 

@@ -33,6 +33,11 @@ FORMS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def few_effects_are_many(monkeypatch):
+    monkeypatch.setattr(members, "_FEWEST_EFFECTS", 16)
+
+
 def gp(kernel, **options):
     return sgp.GaussianProcess(kernel, X, jitter=1e-10, **options)
 

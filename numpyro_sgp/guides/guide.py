@@ -34,6 +34,7 @@ from numpyro_sgp.guides.independent import IndependentRun
 from numpyro_sgp.guides.joint import JointRun
 from numpyro_sgp.guides.members import Group, Joint, checked_joint, find_groups, first_run
 from numpyro_sgp.guides.parameters import SiteParameters, parameter, with_candidates
+from numpyro_sgp.guides.row_dependence import refuse_new, unsure_terms
 from numpyro_sgp.posteriors.decoupled.coefficients import ProbedCoefficients
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, check_names, for_site
 from numpyro_sgp.posteriors.functions import FunctionDraws, sample_functions
@@ -50,11 +51,13 @@ class Latents:
         names: of the latent variables.
         sites: names of the GP sites.
         groups: which of both are joint.
+        unsure: terms, with a GP site, that may depend on several rows of it.
     """
 
     names: tuple[str, ...]
     sites: tuple[str, ...] = ()
     groups: tuple[Group, ...] = ()
+    unsure: tuple[tuple[str, str], ...] = ()
 
     @property
     def joint(self) -> frozenset[str]:
@@ -100,6 +103,16 @@ def _joint_latents(posteriors: Mapping[str, SparsePosterior], z: ArrayLike) -> d
     return found
 
 
+def _form_of(args: tuple, kwargs: dict) -> str:
+    """Structure of arguments, shapes and types of arrays, and values that a program may branch on."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    forms = [
+        f"{jnp.shape(leaf)} {jnp.result_type(leaf)}" if isinstance(leaf, Array | np.ndarray | float) else repr(leaf)
+        for leaf in leaves
+    ]
+    return f"{structure} {forms}"
+
+
 def _no_posterior(site: str, *_: Any) -> SparsePosterior:
     msg = f"The GP site {site!r} was to have a value already. Please report this."
     raise RuntimeError(msg)
@@ -119,6 +132,7 @@ class AbstractAutoSparseGP(AutoGuide):
         # A guide that the user has made keeps its latents, and point estimates were asked for with `AutoDelta`.
         self._shares_latents = self.base is not base and not isinstance(self.base, AutoDelta)
         self.joint = checked_joint(joint)
+        self._checked: set[str] = set()  # forms of arguments with which the model's terms have been checked
 
     def with_joint(self, joint: Joint) -> Self:
         """The same guide, not yet run, with other members of its joint posterior.
@@ -130,6 +144,7 @@ class AbstractAutoSparseGP(AutoGuide):
         guide._model_for_base = ModelForBase(self.model)
         guide.base = _make_base(self._own_base, guide._model_for_base, self.prefix)
         guide.joint = checked_joint(joint)
+        guide._checked = set()
         return guide
 
     @abstractmethod
@@ -142,7 +157,9 @@ class AbstractAutoSparseGP(AutoGuide):
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         predicting = numpyro.get_mask() is False
         try:
-            trace, _ = self._run_model(*self._prepared(predicting, args, kwargs), predicting, args, kwargs)
+            trace, sites = self._run_model(*self._prepared(predicting, args, kwargs), predicting, args, kwargs)
+            if not predicting:
+                self._check_rows(trace, sites, args, kwargs)
         except jax.errors.UnexpectedTracerError as error:
             error.add_note(
                 "A kernel is a function: it cannot hold a network that changes when it is called, as one with batch "
@@ -192,6 +209,7 @@ class AbstractAutoSparseGP(AutoGuide):
 
         def find(rng_key: Array) -> Latents:
             del rng_key
+            self._checked.add(_form_of(args, kwargs))
             # Not the model that the base guide sees, which leaves out members once they are known.
             with handlers.block(), handlers.trace() as trace:
                 ModelForBase(self.model)(*args, **kwargs)
@@ -205,6 +223,18 @@ class AbstractAutoSparseGP(AutoGuide):
             return Latents(names, *found)
 
         return parameter(f"{self.prefix}_latents", find, predicting)
+
+    def _check_rows(self, trace: Mapping[str, dict], sites: Collection[str], args: tuple, kwargs: dict) -> None:
+        """Raise where the model's terms depend on rows as they did not when the guide was first run.
+
+        Once for each form of the arguments: the program of a model depends on nothing else.
+        """
+        form = _form_of(args, kwargs)
+        if form not in self._checked and set(sites) <= set(trace):
+            refuse_new(
+                unsure_terms(self._with(args, kwargs), dict(trace), sites), self._latents(False, args, kwargs).unsure
+            )
+            self._checked.add(form)
 
     def _prepared(self, predicting: bool, args: tuple, kwargs: dict) -> tuple[dict[str, dict], dict[str, Any]]:
         return self._joint_runs(*self._run_base(predicting, args, kwargs), predicting, args, kwargs)

@@ -49,7 +49,7 @@ _GAUSSIAN = (dist.Normal, dist.MultivariateNormal, dist.LogNormal)
 # Latents that are many beside the inducing variables make a step slower: their block is dense.
 _MOST_LATENTS = 1000
 # Effects of groups of which each row has one are eliminated one by one, which pays from here on.
-_FEWEST_EFFECTS, _MOST_EFFECTS = 16, 100_000
+_FEWEST_EFFECTS, _MOST_EFFECTS = 64, 100_000
 
 
 def checked_joint(joint: Any) -> Joint:
@@ -195,8 +195,10 @@ def find_groups(
     candidates: Collection[str],
     family: Callable[[str], AbstractPosteriorFamily],
     values: Mapping[str, Any],
-) -> tuple[tuple[str, ...], tuple[Group, ...]]:
-    """The GP sites, and the groups of GP sites and latents that meet in terms of the model.
+) -> tuple[tuple[str, ...], tuple[Group, ...], tuple[tuple[str, str], ...]]:
+    """The GP sites, the groups of GP sites and latents that meet in terms of the model, and the terms in doubt.
+
+    A term is in doubt, with a GP site, if its program does not show that it depends on one row of the site.
 
     A term that depends on several rows of a GP site needs their covariance: such sites make a group by themselves, too.
 
@@ -217,11 +219,12 @@ def find_groups(
     trace = first_run(model, handlers.substitute(data=dict(values)), GivenGaussianProcesses(0.0))
     found = _coupled(model, trace)
     coupled = found.terms
+    unsure = tuple((term, site) for site, names in found.unsure.items() for term in names)
     samples = {name: site for name, site in trace.items() if site["type"] == "sample" and not site["is_observed"]}
     gps = [name for name, site in samples.items() if isinstance(unwrap(site["fn"]), GaussianProcess)]
     alone = joint is False or (not any(name in trace for name in candidates) and len(gps) < 2)
     if (alone and not coupled) or any(samples[name].get("_control_flow_done") for name in gps):
-        return tuple(gps), ()
+        return tuple(gps), (), unsure
     refuse(found, [name for name in coupled if not family(name).couples_rows])
     coupled = {name: terms for name, terms in coupled.items() if family(name).couples_rows}
     latents = [name for name in samples if name not in gps and _is_eligible(name, trace)]
@@ -270,7 +273,8 @@ def find_groups(
     taken = {site for group in groups for site in group.sites}
     refuse(found, [name for name in coupled if name not in taken])
     own = [tuple((term, site) for site in group.sites for term in coupled.get(site, ())) for group in groups]
-    return tuple(gps), tuple(dataclasses.replace(group, coupled=each) for group, each in zip(groups, own, strict=True))
+    made = tuple(dataclasses.replace(group, coupled=each) for group, each in zip(groups, own, strict=True))
+    return tuple(gps), made, unsure
 
 
 def _coupled(model: Callable[[], Any], trace: Trace) -> Coupled:
@@ -281,7 +285,7 @@ def _coupled(model: Callable[[], Any], trace: Trace) -> Coupled:
         if site["type"] == "sample" and isinstance(unwrap(site["fn"]), GaussianProcess)
     }
     if any(site.get("_control_flow_done") for site in gps.values()):
-        return Coupled({}, False)
+        return Coupled({}, False, {})
     scales = {name: jnp.sqrt(jnp.maximum(unwrap(site["fn"]).variance, 0.0)) for name, site in gps.items()}
     return coupled_terms(model, trace, scales)
 

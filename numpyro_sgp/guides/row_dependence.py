@@ -16,7 +16,7 @@ from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
 from numpyro_sgp.distributions.traces import scaled_log_prob
 from numpyro_sgp.guides.handlers import Alone
 
-__all__ = ["Coupled", "coupled_terms", "refuse"]
+__all__ = ["Coupled", "coupled_terms", "refuse", "refuse_new", "unsure_terms"]
 
 Trace = dict[str, dict[str, Any]]
 
@@ -33,10 +33,12 @@ class Coupled(NamedTuple):
     Attributes:
         terms: their names, by GP site; sites without any are left out.
         is_known: whether values have confirmed it, which do not exist within `jax.jit`.
+        unsure: terms of which the program alone does not show that they depend on one row, by GP site.
     """
 
     terms: dict[str, list[str]]
     is_known: bool
+    unsure: dict[str, list[str]]
 
 
 def coupled_terms(model: Callable[[], Any], trace: Trace, scales: Mapping[str, Array]) -> Coupled:
@@ -56,12 +58,10 @@ def coupled_terms(model: Callable[[], Any], trace: Trace, scales: Mapping[str, A
     def entries(f: Mapping[str, Any]) -> dict[str, Array]:
         return _entries(model, trace, {**start, **f})
 
-    several = [name for name in scales if jnp.shape(start[name])[-1] > 1]
-    unsure = {name: _unsure_terms(entries, name, start[name]) for name in several}
-    unsure = {name: terms for name, terms in unsure.items() if terms}
+    unsure = unsure_terms(model, trace, scales)
     leaves = jax.tree.leaves([site["value"] for site in trace.values()] + [scales[name] for name in unsure])
     if not unsure or not all(_is_at_hand(leaf) for leaf in leaves):
-        return Coupled(unsure, False)
+        return Coupled(unsure, False, unsure)
     found = {}
     for name, terms in unsure.items():
         f = np.asarray(start[name])
@@ -80,7 +80,19 @@ def coupled_terms(model: Callable[[], Any], trace: Trace, scales: Mapping[str, A
 
         if couples(terms):
             found[name] = [term for term in terms if couples([term])] or terms
-    return Coupled(found, True)
+    return Coupled(found, True, unsure)
+
+
+def unsure_terms(model: Callable[[], Any], trace: Trace, sites: Collection[str]) -> dict[str, list[str]]:
+    """The terms of which the program does not show that they depend on one row of a site, by GP site."""
+    start = {name: trace[name]["value"] for name in sites}
+
+    def entries(f: Mapping[str, Any]) -> dict[str, Array]:
+        return _entries(model, trace, {**start, **f})
+
+    several = [name for name in sites if jnp.shape(start[name])[-1] > 1]
+    unsure = {name: _unsure_terms(entries, name, start[name]) for name in several}
+    return {name: terms for name, terms in unsure.items() if terms}
 
 
 def refuse(found: Coupled, sites: Collection[str]) -> None:
@@ -98,6 +110,18 @@ def refuse(found: Coupled, sites: Collection[str]) -> None:
         if found.is_known:
             raise ValueError(_message(name, terms))
         warnings.warn(_unsure(name, terms), UserWarning, stacklevel=2)
+
+
+def refuse_new(unsure: Mapping[str, list[str]], known: Collection[tuple[str, str]]) -> None:
+    """Raise where a term may depend on several rows and did not when the guide was first run."""
+    for name, terms in unsure.items():
+        new = [term for term in terms if (term, name) not in known]
+        if new:
+            msg = (
+                f"The terms {new} depend on several rows of the GP site {name!r}, and did not when the guide was first "
+                "run: these parameters are of another model. Call `svi.init` for this one."
+            )
+            raise ValueError(msg)
 
 
 def _is_at_hand(leaf: Any) -> bool:
