@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import arviz as az
 import jax
 from jax import Array
 import jax.numpy as jnp
@@ -166,7 +167,7 @@ def test_the_loss_and_everything_on_request_are_those_of_dense_matrices(both):
                 "diagonal": q.variance - np.diagonal(q.covariance()),
                 "draws": q.sample(jax.random.key(2), (5,)),
                 "process": np.stack([process.mean, process.variance]),
-                "loo": loo.elpd_i,
+                "loo": np.asarray(loo.loo_i if az.__version__.startswith("0.") else loo.elpd_i),
                 "ratios": ratios,
             }
         )
