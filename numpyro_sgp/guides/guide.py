@@ -105,12 +105,14 @@ def _joint_latents(posteriors: Mapping[str, SparsePosterior], z: ArrayLike) -> d
 
 def _form_of(args: tuple, kwargs: dict) -> str:
     """Structure of arguments, shapes and types of arrays, and values that a program may branch on."""
+
+    def form(leaf: Any) -> str:
+        if isinstance(leaf, Array | np.ndarray):
+            return f"{leaf.shape} {leaf.dtype}"
+        return "float" if isinstance(leaf, float) else repr(leaf)
+
     leaves, structure = jax.tree.flatten((args, kwargs))
-    forms = [
-        f"{jnp.shape(leaf)} {jnp.result_type(leaf)}" if isinstance(leaf, Array | np.ndarray | float) else repr(leaf)
-        for leaf in leaves
-    ]
-    return f"{structure} {forms}"
+    return f"{structure} {[form(leaf) for leaf in leaves]}"
 
 
 def _no_posterior(site: str, *_: Any) -> SparsePosterior:
