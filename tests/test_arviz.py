@@ -277,6 +277,7 @@ def test_groups_hold_what_each_draw_implies(name):
     assert all(isinstance(v.values, np.ndarray) for v in data["posterior"].data_vars.values())
 
 
+@pytest.mark.thorough
 def test_a_fresh_guide_with_params_alone_gives_the_same_draws_for_the_same_key(fitted):
     data, params = fitted
     fresh = svi_of(hierarchical, sgp.AutoTSVGP(hierarchical, X_LOO[::2]))

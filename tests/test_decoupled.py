@@ -681,6 +681,7 @@ def with_fixed_hyperparameters(X, y=None):
 MANY = np.random.default_rng(8).uniform(-1.0, 1.0, size=(60, D))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "model", representative([with_trained_lengthscale, with_sampled_noise], [with_trained_lengthscale])
 )

@@ -251,6 +251,7 @@ def test_equal_rows_with_different_outcomes_share_a_coefficient():
 # Projections.
 
 
+@pytest.mark.thorough
 def test_tracked_projections_are_those_of_the_coefficients():
     data = np.concatenate([X, X[2:4]])  # two rows stand twice
     y, total = np.concatenate([Model().y, [0.5, -1.0]]), N + 2

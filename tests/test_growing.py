@@ -165,6 +165,7 @@ def test_unused_room_changes_nothing_and_neither_does_an_inducing_input_when_it_
         assert_allclose(value, wanted, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", representative(["whitened", "orthogonal"], ["orthogonal"]))
 def test_gradients_are_those_of_the_fixed_basis_and_zero_in_unused_room(form):
     pair = Pair(form)

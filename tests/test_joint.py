@@ -206,6 +206,7 @@ def test_a_factorised_posterior_is_too_narrow_and_its_bound_lower():
     assert sds[1] < 0.6 * sds[0]
 
 
+@pytest.mark.thorough
 def test_the_gain_of_a_joint_posterior_is_the_difference_of_the_bounds():
     guide = sgp.AutoTSVGP(poisson, Z, joint=False)
     svi = SVI(poisson, guide, sgp.NaturalGradient(0.5, optax.adam(0.05)), sgp.QuadratureELBO())
@@ -503,6 +504,7 @@ def test_a_fresh_guide_predicts_from_parameters_alone(summed):
     np.testing.assert_array_equal(*samples)
 
 
+@pytest.mark.thorough
 def test_minibatches_ask_for_the_whole_direction_on_average():
     def model(x, w, y, num_data=N):
         a, b = coefficients()

@@ -135,6 +135,7 @@ def errors(svi, result, log_density, found):
     return np.abs(found[list(ROWS)] - [without(n) for n in ROWS])
 
 
+@pytest.mark.thorough
 def test_two_predictors_of_each_datum_are_close_to_fitting_again():
     def log_density(draws, n):
         scale = jnp.exp(draws["g"][:, n] + 0.5 * draws["a"] - 1.0)

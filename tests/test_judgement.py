@@ -190,6 +190,7 @@ def test_cavities_of_counts_are_close_to_fitting_without_each_datum(name):
     assert errors.mean() < 0.03
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.once
 def test_cavities_of_banana_are_within_a_twentieth_of_a_nat_of_fitting_again():
@@ -341,6 +342,7 @@ def test_a_decoupled_posterior_without_a_mean_basis_is_that_of_its_one_basis():
     assert_allclose(pointwise(loo), exact, atol=2e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_few_draws_are_enough_only_where_the_hyperparameters_are_fixed():
     svi, result = fitted(hierarchical, sgp.AutoTSVGP(hierarchical, None), X, counts, steps=5)
@@ -421,6 +423,7 @@ def hierarchical(X, y=None):
         numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_the_mean_ratio_is_the_bound_with_random_hyperparameters_too():
     model = handlers.scale(hierarchical, scale=0.3)

@@ -122,7 +122,7 @@ def test_one_full_step_reaches_the_exact_posterior_of_all_effects(form):
         pytest.param(poisson, "tied", marks=pytest.mark.thorough),
         pytest.param(poisson, "natural", marks=pytest.mark.thorough),
         pytest.param(poisson, "trained", marks=pytest.mark.thorough),
-        (two_predictors, "tied"),
+        pytest.param(two_predictors, "tied", marks=pytest.mark.thorough),
         pytest.param(two_predictors, "natural", marks=pytest.mark.thorough),
     ],
 )
@@ -141,6 +141,7 @@ def test_training_takes_the_steps_of_the_dense_block(model, form, monkeypatch):
         np.testing.assert_allclose(eliminated, dense, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", ["tied", pytest.param("natural", marks=pytest.mark.thorough)])
 def test_quadrature_is_what_draws_estimate(form):
     guide = FORMS[form](two_predictors, Z)

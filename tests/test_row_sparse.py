@@ -153,6 +153,7 @@ def test_a_refresh_takes_the_kernel_as_it_is_by_then():
     assert_allclose(a + rest, table(svi.get_params(state)).tracked(), atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_relevance_vector_machine_finds_few_vectors_and_predicts_as_well_without_the_others():
     n = 60
     x = np.linspace(-10.0, 10.0, n, dtype=np.float32)[:, None]
