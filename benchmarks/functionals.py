@@ -129,10 +129,10 @@ if __name__ == "__main__":
         print(json.dumps(MEASURED[kind](*numbers)))
         raise SystemExit
     reduced = arguments.reduced
-    repeats = 2 if reduced else 20
+    repeats = 2 if reduced else 10
     sizes = {
-        "rows": [(R, Q, M) for M in (128, 512) for R, Q in ((100, 10), (1000, 10), (100, 100), (1000, 100))],
-        "term": [(R, Q, M) for M in (128, 512) for R, Q in ((30, 10), (100, 10), (30, 100))],
+        "rows": [(R, Q, M) for M in (128, 512) for R, Q in ((100, 10), (1000, 10), (100, 100))],
+        "term": [(R, Q, M) for M in (128, 512) for R, Q in ((30, 10), (100, 10))],
     }
     if reduced:
         sizes = {kind: [(10, 3, 16)] for kind in sizes}
