@@ -14,7 +14,7 @@ import scipy.stats
 
 import numpyro_sgp as sgp
 from numpyro_sgp.diagnostics.importance import log_importance_ratios
-from numpyro_sgp.posteriors.joint import formulas as joint_formulas
+from numpyro_sgp.posteriors.joint import predictors
 
 pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.once]
 
@@ -322,7 +322,7 @@ FEW_ROWS = {
 @pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.thorough), True])
 @pytest.mark.parametrize("name", FEW_ROWS)
 def test_predictors_of_few_rows_need_no_matrix_of_all_rows(name, compiled, monkeypatch):
-    monkeypatch.setattr(joint_formulas, "_MOST_COEFFICIENTS", 0)
+    monkeypatch.setattr(predictors, "_MOST_COEFFICIENTS", 0)
     outcomes = np.resize(Y, np.shape(FEW_ROWS[name](jnp.zeros(N))))
 
     def model(X, outcomes):

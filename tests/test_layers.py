@@ -27,6 +27,7 @@ LAYERS = [
     "posteriors/dual/formulas",
     "posteriors/dual/tied",
     "posteriors/joint/effects",
+    "posteriors/joint/predictors",
     "posteriors/joint/formulas",
     "posteriors/joint/independent",
     "posteriors/decoupled/formulas",

@@ -10,8 +10,8 @@ import numpy as np
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.guides.joint import Prior
 from numpyro_sgp.guides.members import Group
-from numpyro_sgp.posteriors.joint.formulas import Rows, prior_covariance
 from numpyro_sgp.posteriors.joint.independent import IndependentGaussian
+from numpyro_sgp.posteriors.joint.predictors import Rows, prior_covariance
 from numpyro_sgp.posteriors.moments import roots_of
 
 __all__ = ["IndependentRun"]

@@ -29,7 +29,8 @@ from numpyro_sgp.math.linalg import cholesky, matmul, matvec, matvec_transposed,
 from numpyro_sgp.posteriors.dual.tied import shared_covariance
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, inducing_param, refuse_growing
 from numpyro_sgp.posteriors.gaussian import InducingGaussian
-from numpyro_sgp.posteriors.joint.formulas import JointGaussian, Rows, gaussian_prior, prior_covariance, stacked
+from numpyro_sgp.posteriors.joint.formulas import JointGaussian, gaussian_prior, stacked
+from numpyro_sgp.posteriors.joint.predictors import Rows, prior_covariance
 from numpyro_sgp.posteriors.moments import Moments, Roots, moments, roots_of
 from numpyro_sgp.posteriors.natural_parameters import EffectSites, JointSites
 

@@ -25,7 +25,7 @@ from numpyro_sgp.losses.terms import Root, Term, Terms
 from numpyro_sgp.math.linalg import cholesky, solve_lower
 from numpyro_sgp.math.quadrature import product_grid, spherical_radial
 from numpyro_sgp.posteriors.joint.effects import Loading
-from numpyro_sgp.posteriors.joint.formulas import Columns, Predictor
+from numpyro_sgp.posteriors.joint.predictors import Columns, Predictor
 from numpyro_sgp.posteriors.moments import standard_deviation
 
 __all__ = ["Conditional", "JointExpectation", "Predictors"]

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 import numpy as np
 
 from numpyro_sgp.posteriors.joint.effects import Loading
-from numpyro_sgp.posteriors.joint.formulas import AbstractJointGaussian, Columns
+from numpyro_sgp.posteriors.joint.predictors import AbstractJointGaussian, Columns
 from numpyro_sgp.posteriors.moments import moments
 
 __all__ = ["IndependentGaussian"]
