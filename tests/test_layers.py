@@ -44,9 +44,14 @@ LAYERS = [
     "posteriors/gaussian",
     "posteriors/family",
     "posteriors/functions",
+    "posteriors/conditioned",
+    "posteriors/weight_space/families",
     "guides",
-    "posteriors",
     "losses",
+    # A guide conditions by means of a loss.
+    "guides/conditioning",
+    "guides/guide",
+    "posteriors",
     "fitting",
     "diagnostics",
 ]

@@ -4,7 +4,3 @@ The base guide gives values to every other latent variable; then the model is ru
 posterior in the place of each `GaussianProcess`, at the inputs and kernel of the site. So q(f) adapts to sampled
 hyperparameters: q(θ) q(u | θ).
 """
-
-from numpyro_sgp.guides.guide import AbstractAutoSparseGP, AutoSparseGP
-
-__all__ = ["AbstractAutoSparseGP", "AutoSparseGP"]

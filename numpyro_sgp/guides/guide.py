@@ -22,6 +22,7 @@ from numpyro.infer.autoguide import AutoDelta, AutoGuide, AutoNormal
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.wrappers import unwrap
+from numpyro_sgp.guides.conditioning import conditioned, removed
 from numpyro_sgp.guides.handlers import (
     GivenGaussianProcesses,
     HiddenSamples,
@@ -35,6 +36,7 @@ from numpyro_sgp.guides.joint import JointRun
 from numpyro_sgp.guides.members import Group, Joint, checked_joint, find_groups, first_run
 from numpyro_sgp.guides.parameters import SiteParameters, parameter, with_candidates
 from numpyro_sgp.guides.row_dependence import refuse_new, unsure_terms
+from numpyro_sgp.losses.quadrature_elbo import QuadratureELBO
 from numpyro_sgp.posteriors.decoupled.coefficients import ProbedCoefficients
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, check_names, for_site
 from numpyro_sgp.posteriors.functions import FunctionDraws, sample_functions
@@ -78,6 +80,10 @@ def _check_tracked(base_trace: dict[str, dict], trace: dict[str, dict]) -> None:
             "`handlers.substitute` around the model."
         )
         raise ValueError(msg)
+
+
+def _unchanged(family: AbstractPosteriorFamily) -> AbstractPosteriorFamily:
+    return family
 
 
 def _is_drawn(site: dict) -> bool:
@@ -135,6 +141,7 @@ class AbstractAutoSparseGP(AutoGuide):
         self._shares_latents = self.base is not base and not isinstance(self.base, AutoDelta)
         self.joint = checked_joint(joint)
         self._checked: set[str] = set()  # forms of arguments with which the model's terms have been checked
+        self._wrapped: Callable[[AbstractPosteriorFamily], AbstractPosteriorFamily] = _unchanged
 
     def with_joint(self, joint: Joint) -> Self:
         """The same guide, not yet run, with other members of its joint posterior.
@@ -282,7 +289,7 @@ class AbstractAutoSparseGP(AutoGuide):
                 if isinstance(run, JointRun):
                     return run.posterior(site, prior, batch_shape)
                 param = SiteParameters(site, self.prefix, predicting)
-                moments = self.family(site).moments(param, prior, batch_shape)
+                moments = self._wrapped(self.family(site)).moments(param, prior, batch_shape)
                 if param.growing:
                     moments = with_candidates(param.growing, moments, prior)
             except (TypeError, ValueError) as error:
@@ -431,7 +438,7 @@ class AbstractAutoSparseGP(AutoGuide):
         options = {"num_samples": num_samples, "num_features": num_features}
         return sample_functions(self, rng_key, params, *args, **options, **kwargs)
 
-    def _at_base_values(
+    def posteriors_at(
         self, params: Mapping[str, Any], values: Mapping[str, Array], args: tuple, kwargs: dict
     ) -> dict[str, SparsePosterior]:
         base_trace = {
@@ -446,6 +453,30 @@ class AbstractAutoSparseGP(AutoGuide):
             return self._run_model(*given, True, args, kwargs, only=self._known(params).sites)[1]
 
         return run(posteriors)
+
+    def at_latents(
+        self, values: Mapping[str, Array], wrapped: Callable[[AbstractPosteriorFamily], AbstractPosteriorFamily]
+    ) -> Self:
+        """This guide with the latents of the base guide at fixed values, and other posteriors made of its own."""
+
+        def base(*args: Any, **kwargs: Any) -> None:
+            del args, kwargs
+            for name, value in values.items():
+                numpyro.sample(name, dist.Delta(value, event_dim=jnp.ndim(value)))
+
+        guide = copy.copy(self)
+        guide.base, guide._wrapped = base, wrapped
+        return guide
+
+    def medians_of_base(self, params: Mapping[str, Any], args: tuple, kwargs: dict, method: str) -> dict[str, Array]:
+        """Posterior medians of the latents of the base guide, for a method that holds them there."""
+        if not isinstance(self.base, AutoGuide):
+            msg = (
+                f"`{method}` holds the other latents at their medians, and a base guide of your own has none. Use an "
+                "autoguide as `base`, such as `AutoNormal` or `AutoDelta`."
+            )
+            raise TypeError(msg)
+        return self._base_summary(params, args, kwargs, "median")
 
     def _base_summary(self, params: Mapping[str, Any], args: tuple, kwargs: dict, method: str, *extra: Any) -> dict:
         if not isinstance(self.base, AutoGuide):
@@ -492,7 +523,7 @@ class AbstractAutoSparseGP(AutoGuide):
         if not args and not kwargs:
             self._check_joint_summary(params, "median")
             return values
-        posteriors = self._at_base_values(params, values, args, kwargs)
+        posteriors = self.posteriors_at(params, values, args, kwargs)
         latents = _joint_latents(posteriors, 0.0)
         return {**values, **latents, **{site: q.mean for site, q in posteriors.items()}}
 
@@ -528,10 +559,70 @@ class AbstractAutoSparseGP(AutoGuide):
             self._check_joint_summary(params, "quantiles")
             return values
         medians = self._base_summary(params, args, kwargs, "median")
-        posteriors = self._at_base_values(params, medians, args, kwargs)
+        posteriors = self.posteriors_at(params, medians, args, kwargs)
         z = jax.scipy.special.ndtri(jnp.asarray(quantiles))[..., None]
         latents = _joint_latents(posteriors, z)
         return {**values, **latents, **{site: q.quantile(quantiles) for site, q in posteriors.items()}}
+
+    def condition(
+        self,
+        params: Mapping[str, Any],
+        *args: Any,
+        num_steps: int = 50,
+        loss: QuadratureELBO | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Parameters of the posterior after more rows of data, for any likelihood and without the old data.
+
+        The posterior is the prior of the new rows. Natural steps on their sites minimise
+
+            −Σ_n E_q[log p(y_n | f_n)] + KL(q ‖ q_before),
+
+        and each step lowers it. The latents that are not joint with GP sites stay at their posterior medians. With
+        Gaussian noise and fixed hyperparameters the result is the posterior of all rows, whatever their order.
+
+        A pure function, for `jit`, and for `vmap` over outcomes that have not been observed.
+
+        Args:
+            params: fitted parameters.
+            args: arguments of the model, with the new rows alone; each of these counts once if N is theirs.
+            num_steps: the most evaluations of the bound; it ends sooner where a step changes nothing any more.
+            loss: a `QuadratureELBO` with nodes and draws of its own; None for the default.
+            kwargs: keyword arguments of the model.
+
+        Raises:
+            TypeError: a posterior without a closed form for more rows; a base guide without medians.
+            ValueError: GP sites on top of one another.
+
+        Warns:
+            UserWarning: the steps had not converged.
+
+        References:
+            Bui, Nguyen and Turner (2017), "Streaming sparse Gaussian process approximations", equation 5, with the
+            inducing inputs and hyperparameters kept; the steps are those of Khan and Lin (2017).
+        """
+        return conditioned(self, params, args, kwargs, num_steps, loss)
+
+    def remove(
+        self, params: Mapping[str, Any], *args: Any, loss: QuadratureELBO | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Parameters of the posterior without some rows of the data that it was trained on.
+
+        Their sites, which follow from q itself once it has converged, are taken out of q(u): what is left is the
+        cavity. With Gaussian noise and fixed hyperparameters it is the posterior of the other rows; with another
+        likelihood the sites of the other rows stay as they are. It undoes `condition`.
+
+        Args:
+            params: fitted parameters.
+            args: arguments of the model, with the rows to be removed alone.
+            loss: as in `condition`.
+            kwargs: keyword arguments of the model.
+
+        Raises:
+            TypeError: as `condition`; a posterior that has a site for each row of X.
+            ValueError: GP sites on top of one another.
+        """
+        return removed(self, params, args, kwargs, loss)
 
 
 class AutoSparseGP(AbstractAutoSparseGP):

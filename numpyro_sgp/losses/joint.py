@@ -111,6 +111,7 @@ class JointExpectation:
         num_nodes: Gauss-Hermite nodes of one linear predictor.
         num_samples: draws where quadrature does not apply.
         rng_key: a key.
+        observed: whether the terms of observed sites count.
     """
 
     def __init__(
@@ -122,6 +123,8 @@ class JointExpectation:
         num_nodes: int,
         num_samples: int,
         rng_key: Array,
+        *,
+        observed: bool = True,
     ) -> None:
         self.run, self.num_nodes, self.num_samples, self.rng_key = run, num_nodes, num_samples, rng_key
         self.means = means
@@ -136,7 +139,8 @@ class JointExpectation:
             sites = {name: site for name, site in trace.items() if site["type"] == "sample"}
             outcomes = {name for name, site in sites.items() if site["is_observed"]}
             for name, site in sites.items():
-                if name not in (*group.sites, *latents) and not is_missing_outcome(name, outcomes):
+                counts = observed or not site["is_observed"]
+                if counts and name not in (*group.sites, *latents) and not is_missing_outcome(name, outcomes):
                     result[name] = scaled_log_prob(site) if site["is_observed"] else latent_term(trace, name)
             return {name: jnp.asarray(value) for name, value in result.items()}
 

@@ -155,7 +155,7 @@ class QuadratureELBO(ELBO):
 
 
 class Particle:
-    """One draw of the other latents: the bound given it."""
+    """One draw of the other latents: the bound given it, or without `observed` the bound of no data."""
 
     def __init__(
         self,
@@ -168,8 +168,9 @@ class Particle:
         kwargs: dict,
         *,
         training: bool = False,
+        observed: bool = True,
     ) -> None:
-        self.training = training
+        self.training, self.observed = training, observed
         self.loss, self.params, self.model, self.guide = loss, dict(params), model, guide
         self.args, self.kwargs = args, kwargs
         self.model_key, self.guide_key, self.noise_key = jax.random.split(rng_key, 3)
@@ -234,6 +235,7 @@ class Particle:
                 self.loss.num_nodes,
                 self.loss.num_samples,
                 jax.random.fold_in(self.noise_key, number),
+                observed=self.observed,
             )
             for number, run in enumerate(_joint_runs(posteriors), 1)
         ]
@@ -267,6 +269,8 @@ class Particle:
                 if name in sites or name in members or name in in_joint or name in missing:
                     continue
                 site = trace[name]
+                if site["is_observed"] and not self.observed:
+                    continue
                 result[name] = (
                     jnp.sum(scaled_log_prob(site))
                     if site["is_observed"]

@@ -12,8 +12,8 @@ from numpyro import handlers
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import posteriors_of
 from numpyro_sgp.distributions.wrappers import unwrap
-from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.posteriors.moments import roots_of
+from numpyro_sgp.posteriors.process import Guide
 
 __all__ = ["Regression", "read_regression"]
 
@@ -54,7 +54,7 @@ class Regression(NamedTuple):
         """Minus the evidence of all latents, or a bound on it, as the value of the loss."""
         return self.weight * jnp.sum(loss) - self.log_prior
 
-    def parameter(self, guide: AbstractAutoSparseGP, symbol: str) -> Any:
+    def parameter(self, guide: Guide, symbol: str) -> Any:
         """The value of one of the site's parameters."""
         return self.guide_trace[f"{self.site}_{guide.prefix}_{symbol}"]["value"]
 
@@ -63,7 +63,7 @@ def read_regression(
     rng_key: Array,
     params: Mapping[str, Any],
     model: Callable,
-    guide: AbstractAutoSparseGP,
+    guide: Guide,
     args: tuple,
     kwargs: dict,
     loss: str,
@@ -71,7 +71,7 @@ def read_regression(
 ) -> Regression:
     """Run guide and model, and return the parts of the regression; raises if it is none."""
     key_model, key_guide = jax.random.split(rng_key)
-    seeded = handlers.substitute(handlers.seed(guide, key_guide), data=dict(params))
+    seeded = handlers.substitute(handlers.seed(cast(Any, guide), key_guide), data=dict(params))
     guide_trace = handlers.trace(seeded).get_trace(*args, **kwargs)
     posteriors = posteriors_of(guide_trace)
     if len(posteriors) != 1:

@@ -95,6 +95,25 @@ class AbstractPosteriorFamily(ABC):
         assert q is not None, f"{type(self).__name__} has no `gaussian`, and must have `moments`."
         return q.moments(prior.kernel, prior.X)
 
+    def updated(self, fitted: FittedParameters, q: SparsePosterior, linear: Array, precision: Array) -> dict[str, Any]:
+        """The parameters of q(u) Π_i exp(lᵢ fᵢ − ½ pᵢ fᵢ²), by symbol, f being E[f | u] without the prior mean.
+
+        Args:
+            fitted: the fitted parameters of this site.
+            q: the posterior at the rows of the factors.
+            linear: l, (..., N).
+            precision: p, (..., N); negative to take out what was in.
+
+        Raises:
+            TypeError: a family that has no closed form for it.
+        """
+        del fitted, q, linear, precision
+        msg = (
+            f"`{type(self).__name__}` cannot take in rows after its training: its mean and covariance are not those of "
+            "one Gaussian with free parameters. Use `AutoTSVGP` or `AutoSVGP`."
+        )
+        raise TypeError(msg)
+
     def process(self, fitted: FittedParameters, q: SparsePosterior) -> AbstractProcess | TableProcess | None:
         """q(f) as a process, factorised; None where it is no Gaussian in variables of its own.
 

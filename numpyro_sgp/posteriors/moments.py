@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.inducing import AbstractInducing
 from numpyro_sgp.math.linalg import matmul, matvec_transposed, root_of, with_jitter
-from numpyro_sgp.posteriors.natural_parameters import AbstractSites, Perturbed, perturb_kl, perturb_marginals
+from numpyro_sgp.posteriors.natural_parameters import AbstractSites, Past, Perturbed, perturb_kl, perturb_marginals
 
 __all__ = [
     "AbstractCovariance",
@@ -22,6 +22,7 @@ __all__ = [
     "Projection",
     "Roots",
     "given_tangents",
+    "joined",
     "moments",
     "perturbed_moments",
     "project",
@@ -29,6 +30,7 @@ __all__ = [
     "standard_deviation",
     "tangents_like",
     "whiten",
+    "with_past",
 ]
 
 
@@ -275,3 +277,26 @@ def perturbed_moments(
     mean, variance = perturb_marginals(value, a, q.mean, q.variance, own_mean)
     kl = perturb_kl(value.zero, value.value if sites is None else sites, q.kl)
     return q._replace(mean=mean, variance=variance, kl=kl)
+
+
+def joined(x: Array, y: Array) -> Array:
+    """Arrays side by side along their last axis, the axes before it broadcast."""
+    shape = jnp.broadcast_shapes(x.shape[:-1], y.shape[:-1])
+    return jnp.concatenate([jnp.broadcast_to(each, (*shape, each.shape[-1])) for each in (x, y)], axis=-1)
+
+
+def with_past(q: Moments, unperturbed: Moments, num_rows: int) -> Moments:
+    """Moments of the rows, with the expectation of past sites in the divergence.
+
+    Args:
+        q: moments of the rows, and of the linear functions in the past sites after them.
+        unperturbed: the same at zero perturbation.
+        num_rows: how many rows there are.
+    """
+    roots = roots_of(q)
+    assert roots.T is not None
+    # Nothing of them is left unexplained, so their variance has no rounding error of a difference.
+    variance = jnp.sum(roots.T * roots.T, axis=-2) + (q.variance - unperturbed.variance)
+    kl = q.kl - Past.expected(q.mean[..., num_rows:], variance[..., num_rows:])
+    rows = Roots(roots.A[..., :num_rows], roots.T[..., :num_rows])
+    return q._replace(mean=q.mean[..., :num_rows], variance=q.variance[..., :num_rows], kl=kl, covariance=rows)

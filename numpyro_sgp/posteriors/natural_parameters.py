@@ -24,13 +24,14 @@ import numpy as np
 from numpyro_sgp._internal.probed import Probed
 from numpyro_sgp._internal.pytrees import own_copy
 from numpyro_sgp.inducing import AbstractInducing
-from numpyro_sgp.math.linalg import matmul, matvec_transposed
+from numpyro_sgp.math.linalg import matmul, matvec, matvec_transposed
 
 __all__ = [
     "AbstractSites",
     "DatumSites",
     "EffectSites",
     "JointSites",
+    "Past",
     "Perturbation",
     "Perturbed",
     "TiedSites",
@@ -85,6 +86,38 @@ class AbstractSites:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Past:
+    """Sites of data that are no longer at hand, t(u) = exp(lᵀφ − ½ |Rᵀφ|²), in the basis of the sites they are part of.
+
+    They are the same as observations of linear functions of u. A posterior that has them counts E[log t(u)] with its
+    divergence.
+
+    Args:
+        linear: l, (..., M).
+        root: R, (..., M, R).
+    """
+
+    linear: Array
+    root: Array
+
+    @classmethod
+    def of(cls, linear: Array, precision: Array) -> Self:
+        """From l and R Rᵀ, (..., M, M), whose eigenvalues are not negative but for rounding."""
+        eigenvalues, V = jnp.linalg.eigh(0.5 * (precision + jnp.swapaxes(precision, -1, -2)))
+        return cls(linear, V * jnp.sqrt(jnp.maximum(eigenvalues, 0.0))[..., None, :])  # NaN stays NaN
+
+    def columns(self) -> Array:
+        """Vectors of the linear functions, those of l first, (..., M, 1 + R)."""
+        return jnp.concatenate([self.linear[..., None], self.root], axis=-1)
+
+    @staticmethod
+    def expected(mean: Array, variance: Array) -> Array:
+        """E[log t(u)], (...), from mean and variance of the linear functions, (..., 1 + R)."""
+        return mean[..., 0] - 0.5 * jnp.sum(mean[..., 1:] ** 2 + variance[..., 1:], axis=-1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class TiedSites(AbstractSites):
     """Sums over the data: λ₁ = Σ_i a_i g_i and Λ₂ = Σ_i β_i a_i a_iᵀ, in the basis that the posterior chose for a_i.
 
@@ -93,11 +126,14 @@ class TiedSites(AbstractSites):
         Lambda2: symmetric positive semi-definite, (..., M, M).
         reference: the inducing variables that the sums refer to, where these are trained and so move away from them;
             None where they stay.
+        past: what of the sums is that of data which are no longer at hand, at the current inducing variables; None
+            where all data are.
     """
 
     lambda1: Array
     Lambda2: Array
     reference: AbstractInducing | None = None
+    past: Past | None = None
 
     @classmethod
     def zeros(
@@ -112,12 +148,32 @@ class TiedSites(AbstractSites):
         lambda1, Lambda2 = np.zeros((*batch_shape, M), dtype), np.zeros((*batch_shape, M, M), dtype)
         return cls(jnp.asarray(lambda1), jnp.asarray(Lambda2), reference)
 
+    def with_rows(self, a: Array, linear: Array, precision: Array) -> Self:
+        """The sums with other rows: λ₁ + Σ_i lᵢ aᵢ and Λ₂ + Σ_i pᵢ aᵢaᵢᵀ.
+
+        Args:
+            a: vectors of the rows in the basis of the sites, (..., M, N).
+            linear: l, (..., N).
+            precision: p, (..., N).
+        """
+        return dataclasses.replace(
+            self,
+            lambda1=self.lambda1 + matvec(a, linear),
+            Lambda2=self.Lambda2 + matmul(a * precision[..., None, :], jnp.swapaxes(a, -1, -2)),
+        )
+
     def perturbation(self, *, for_step: bool, floor: float | None = None) -> "Perturbation":
         """A zero perturbation; with a reference, a natural step starts from the sites at the current u."""
         perturbation = super().perturbation(for_step=for_step, floor=floor)
         if self.reference is None or not for_step:
             return perturbation
-        return dataclasses.replace(perturbation, transported=jax.tree.map(jnp.zeros_like, self))
+        here = dataclasses.replace(self, past=None)
+        return dataclasses.replace(perturbation, transported=jax.tree.map(jnp.zeros_like, here))
+
+    def natural_step(self, direction: "Perturbation", step_size: ArrayLike, damping: ArrayLike = 1.0) -> "TiedSites":
+        moved = super().natural_step(direction, step_size, damping)
+        assert isinstance(moved, TiedSites)
+        return dataclasses.replace(moved, past=self.past)
 
 
 @jax.tree_util.register_dataclass
@@ -135,6 +191,8 @@ class EffectSites(JointSites):
         lambda1: Σ_i c_i g_i over the rows of each group, (G,); c_i is the coefficient of the effect in row i.
         Lambda2: in the first column the precisions Σ_i β_i c_i², in the others Σ_i β_i c_i a_i, (G, 1 + M).
         reference: as in `TiedSites`.
+        past: as in `TiedSites`, as one observation for each effect: its coefficient, and its vector in the other
+            members, are a row of the root, (G, 1 + M); `linear` has its linear term, (G,).
     """
 
     @classmethod
@@ -171,6 +229,11 @@ class DatumSites(AbstractSites):
         # In buffers of their own, so that a state with them can be donated.
         first, second = (jnp.zeros((*batch_shape, X.shape[-2]), X.dtype) for _ in range(2))
         return cls(first, second, own_copy(X))
+
+    def extended(self, linear: Array, precision: Array, X: Array) -> "DatumSites":
+        """These sites, and those of other rows: λ₁, (..., N′), precisions, (..., N′), and inputs, (N′, D)."""
+        first = jnp.concatenate([self.lambda1, linear], axis=-1)
+        return DatumSites(first, jnp.concatenate([self.Lambda2, precision], axis=-1), jnp.concatenate([self.X, X]))
 
     @property
     def fixed_X(self) -> Array:

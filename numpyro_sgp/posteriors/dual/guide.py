@@ -34,7 +34,7 @@ from numpyro_sgp.posteriors.family import (
     started_at,
 )
 from numpyro_sgp.posteriors.gaussian import InducingGaussian
-from numpyro_sgp.posteriors.moments import Moments, perturbed_moments, project
+from numpyro_sgp.posteriors.moments import Moments, joined, perturbed_moments, project, with_past
 from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed, TiedSites
 from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
 from numpyro_sgp.posteriors.process import AbstractProcess, TableProcess, dense_process
@@ -116,6 +116,19 @@ class Dual(AbstractPosteriorFamily):
         Kuu = with_jitter(inducing.Kuu(kernel), jitter)
         return InducingGaussian(inducing, *tied_mean_and_root(sites.lambda1, sites.Lambda2, Kuu, Kuv))
 
+    def updated(self, fitted: FittedParameters, q: SparsePosterior, linear: Array, precision: Array) -> dict[str, Any]:
+        sites, prior = fitted("sites"), q.prior
+        if isinstance(sites, DatumSites):
+            return {"sites": sites.extended(linear, precision, prior.X)}
+        inducing, kernel, jitter = fitted("inducing"), prior.kernel, prior.relative_jitter
+        Kuv = None if sites.reference is None else shared_covariance(inducing, sites.reference, kernel, jitter)
+        Kuu, Kuf = with_jitter(inducing.Kuu(kernel), jitter), inducing.Kuf(kernel, prior.X)
+        found = tied(sites.lambda1, sites.Lambda2, Kuu, Kuf, kernel(prior.X), Kuv)
+        if sites.reference is not None:
+            lambda1, Lambda2 = found.projected_sites()
+            sites = TiedSites(lambda1, Lambda2, own_copy(inducing))
+        return {"sites": sites.with_rows(found.projections(), linear, precision)}
+
     def process(self, fitted: FittedParameters, q: SparsePosterior) -> AbstractProcess | TableProcess | None:
         return dense_process(fitted("sites"), q) if self.inducing is None else super().process(fitted, q)
 
@@ -141,15 +154,21 @@ class Dual(AbstractPosteriorFamily):
         kernel, jitter, Kuv = prior.kernel, prior.relative_jitter, None
         if sites.reference is not None:
             Kuv = shared_covariance(inducing, sites.reference, kernel, jitter)
-        Kuu, Kuf = with_jitter(inducing.Kuu(kernel), jitter), inducing.Kuf(kernel, prior.X)
-        q = tied(sites.lambda1, sites.Lambda2, Kuu, Kuf, kernel(prior.X), Kuv)
-        if not isinstance(value, Perturbed):
-            return q.moments
-        fixed = jax.lax.stop_gradient(q)
-        if value.zero.transported is not None:
-            lambda1, Lambda2 = fixed.projected_sites()
-            sites = TiedSites(lambda1, Lambda2, inducing)
-        return perturbed_moments(value, fixed.projections(), q.moments, sites)
+        Kuu, Kuf, kff = with_jitter(inducing.Kuu(kernel), jitter), inducing.Kuf(kernel, prior.X), kernel(prior.X)
+        past, num_rows = sites.past, Kuf.shape[-1]
+        if past is not None:
+            columns = past.columns()
+            Kuc = matmul(Kuu, columns)
+            Kuf, kff = joined(Kuf, Kuc), joined(kff, jnp.sum(columns * Kuc, axis=-2))
+        q = tied(sites.lambda1, sites.Lambda2, Kuu, Kuf, kff, Kuv)
+        found = q.moments
+        if isinstance(value, Perturbed):
+            fixed = jax.lax.stop_gradient(q)
+            if value.zero.transported is not None:
+                lambda1, Lambda2 = fixed.projected_sites()
+                sites = TiedSites(lambda1, Lambda2, inducing)
+            found = perturbed_moments(value, fixed.projections(), found, sites)
+        return found if past is None else with_past(found, q.moments, num_rows)
 
     def _per_datum(
         self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: AbstractInducing

@@ -25,7 +25,7 @@ from numpyro_sgp.posteriors.dual.formulas import natural_mean_and_root, natural_
 from numpyro_sgp.posteriors.dual.tied import tied, tied_mean_and_root
 from numpyro_sgp.posteriors.joint.effects import Eliminated, Loading, eliminated
 from numpyro_sgp.posteriors.joint.predictors import AbstractJointGaussian, Columns, Rows
-from numpyro_sgp.posteriors.moments import roots_of, whiten
+from numpyro_sgp.posteriors.moments import joined, roots_of, whiten
 from numpyro_sgp.posteriors.natural_parameters import Perturbed, floored_matrix, perturb_kl, perturb_marginals
 
 __all__ = ["JointGaussian", "gaussian_prior", "stacked"]
@@ -81,13 +81,17 @@ class JointGaussian(AbstractJointGaussian):
         return eliminated(value_of(self.value), value_of(self.effects), self.effect_variance, K, Kuv)
 
     def posterior(self, k: Array, variance: Array, loading: Loading | None = None) -> tuple[Columns, Array]:
-        E = variance.shape[0]
+        sites, rest, num_rows = value_of(self.value), self.without_effects(), variance.shape[0]
         if loading is None:
-            loading = Loading(jnp.zeros_like(variance), jnp.zeros(E, int))
-        sites, rest = value_of(self.value), self.without_effects()
+            loading = Loading(jnp.zeros_like(variance), jnp.zeros(num_rows, int))
+        columns, more = self._past()
+        loading = Loading(*(joined(*pair) for pair in zip(loading, more, strict=True)))
+        E = loading.index.shape[0]
         lambda1, Lambda2 = (sites.lambda1, sites.Lambda2) if rest is None else (rest.lambda1, rest.Lambda2)
         moved = None  # the sites re-expressed at the current inducing variables
         if self.projected:
+            k = joined(k, matmul(self.K, columns))
+            variance = joined(variance, jnp.sum(columns * k[:, num_rows:], axis=0))
             if rest is not None:
                 k, variance = rest.loaded(k, variance, loading)
             q = tied(lambda1, Lambda2, self.K, k, variance, self.Kuv, self.blocks)
@@ -99,6 +103,7 @@ class JointGaussian(AbstractJointGaussian):
             ends = np.cumsum([0, *self.blocks]).tolist()
             parts = [slice(*pair) for pair in itertools.pairwise(ends)]
             A = jnp.concatenate([whiten(self.K[part, part], k[part])[1] for part in parts])
+            A, variance = joined(A, columns), joined(variance, jnp.sum(columns * columns, axis=0))
             if rest is not None:
                 A, variance = rest.loaded(A, variance, loading)
             found, h = natural_whitened(lambda1, Lambda2, A, variance), A
@@ -114,7 +119,33 @@ class JointGaussian(AbstractJointGaussian):
         h, unperturbed = jax.lax.stop_gradient(h), variance
         if isinstance(self.value, Perturbed):
             mean, variance, kl = self._perturbed(mean, variance, kl, h, loading, moved, rest)
-        return Columns(mean, variance, A, T, h, *loading, unperturbed), kl
+        found = Columns(mean, variance, A, T, h, *loading, unperturbed)
+        if num_rows == E:
+            return found, kl
+        past_rows = found.take(num_rows, E, (E - num_rows,))
+        explained = self.explained(past_rows, past_rows) + (past_rows.variance - past_rows.unperturbed)
+        kl = kl - self._expected_past(past_rows.mean, explained)
+        return found.take(0, num_rows, (num_rows,)), kl
+
+    def _past(self) -> tuple[Array, Loading]:
+        """The linear functions of past sites, those with an effect last: vectors in z, (D, E), and the effects."""
+        past, effects = value_of(self.value).past, value_of(self.effects)
+        columns = jnp.zeros((self.size, 0), self.K.dtype) if past is None else past.columns()
+        none = Loading(jnp.zeros(columns.shape[-1], columns.dtype), jnp.zeros(columns.shape[-1], int))
+        if past is None or effects is None:
+            return columns, none
+        root = effects.past.root
+        own = Loading(root[:, 0], jnp.arange(root.shape[0]))
+        return joined(columns, root[:, 1:].T), Loading(*(joined(*pair) for pair in zip(none, own, strict=True)))
+
+    def _expected_past(self, mean: Array, variance: Array) -> Array:
+        """E[log t(z, e)] of past sites."""
+        past, effects = value_of(self.value).past, value_of(self.effects)
+        own = past.columns().shape[-1]
+        result = past.expected(mean[:own], variance[:own])
+        if effects is None:
+            return result
+        return result + effects.past.linear @ mean[own:] - 0.5 * jnp.sum(mean[own:] ** 2 + variance[own:])
 
     def _perturbed(
         self,

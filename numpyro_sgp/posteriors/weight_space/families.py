@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
+from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.features import WeightVariables, as_finite_rank
 from numpyro_sgp.features.finite_rank import (
     features_of,
@@ -23,13 +24,13 @@ from numpyro_sgp.features.finite_rank import (
     whiten_features,
     whitened_features,
 )
-from numpyro_sgp.math.linalg import cholesky, gram_of_rows, solve_lower
+from numpyro_sgp.math.linalg import cholesky, gram_of_rows, solve_lower, solve_lower_transposed
 from numpyro_sgp.posteriors.dual.tied import tied, tied_mean_and_root
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
 from numpyro_sgp.posteriors.gaussian import InducingGaussian
 from numpyro_sgp.posteriors.moments import Moments, perturbed_moments
 from numpyro_sgp.posteriors.natural_parameters import Perturbed, TiedSites
-from numpyro_sgp.posteriors.parameters import Parameters
+from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
 from numpyro_sgp.posteriors.weight_space.adversary import Adversary
 from numpyro_sgp.posteriors.weight_space.formulas import tempered_mean_and_root, weight_space, weight_space_mean
 from numpyro_sgp.posteriors.weight_space.stale import StaleSites, check_refresh, stale_moments
@@ -116,6 +117,16 @@ class NaturalWeights(AbstractPosteriorFamily):
         lambda1 = solve_lower(L, sites.lambda1[..., None])[..., 0]
         Lambda2 = _whitened_sites(kernel, L, sites.Lambda2)
         return InducingGaussian(weights, L, *tempered_mean_and_root(lambda1, Lambda2))
+
+    def updated(self, fitted: FittedParameters, q: SparsePosterior, linear: Array, precision: Array) -> dict[str, Any]:
+        sites: Any = fitted("sites")
+        check_refresh(sites, 1)
+        kernel, _, L = _weights(q.prior)
+        a = _transposed(features_of(kernel, q.prior.X))
+        if has_correlated_weights(kernel):
+            # Sums of S⁻¹φ_i.
+            a = solve_lower_transposed(L, solve_lower(L, a))
+        return {"sites": sites.with_rows(a, linear, precision)}
 
 
 @final

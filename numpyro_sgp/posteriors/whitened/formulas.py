@@ -5,16 +5,18 @@ import jax.numpy as jnp
 
 from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.math.linalg import (
+    cholesky,
     diagonal,
     log_determinant,
     matmul,
+    matvec,
     matvec_transposed,
     solve_lower,
     solve_lower_transposed,
 )
 from numpyro_sgp.posteriors.moments import Moments, moments
 
-__all__ = ["unwhitened", "whitened"]
+__all__ = ["times_factors", "unwhitened", "whitened"]
 
 
 def _transposed(S_sqrt: Array) -> Array:
@@ -70,3 +72,26 @@ def unwhitened(m: Array, S_sqrt: Array, L: Array, A: Array, kff: Array) -> Momen
     quadratic = jnp.sum(root * root, axis=(-2, -1)) + jnp.sum(mean * mean, axis=-1)
     kl = 0.5 * (quadratic - m.shape[-1] + log_determinant(L) - _log_det_root(S_sqrt))
     return moments(matvec_transposed(V, m), kff, A, T, kl)
+
+
+def times_factors(m: Array, S_sqrt: Array, a: Array, linear: Array, precision: Array) -> tuple[Array, Array]:
+    """Mean and lower triangular root of N(m, S) Π_i exp(lᵢ aᵢᵀv − ½ pᵢ (aᵢᵀv)²).
+
+    With v = m + S_sqrt w, T = S_sqrtᵀa and P = I + T diag(p) Tᵀ: mean m + S_sqrt P⁻¹T(l − p∘aᵀm), covariance
+    S_sqrt P⁻¹ S_sqrtᵀ.
+
+    Args:
+        m: (..., M).
+        S_sqrt: lower triangular, (..., M, M).
+        a: (..., M, N).
+        linear: l, (..., N).
+        precision: p, (..., N); P must be positive definite, else the result is NaN.
+    """
+    T = matmul(_transposed(S_sqrt), a)
+    P = jnp.eye(m.shape[-1], dtype=m.dtype) + matmul(T * precision[..., None, :], _transposed(T))
+    L_P = cholesky(P)
+    w = matvec(T, linear - precision * matvec_transposed(a, m))
+    w = solve_lower_transposed(L_P, solve_lower(L_P, w[..., None]))[..., 0]
+    # S_sqrt L_P⁻ᵀ is a root that is not triangular: the factor R of its transpose is.
+    R = jnp.linalg.qr(solve_lower(L_P, _transposed(S_sqrt)), mode="r")
+    return m + matvec(S_sqrt, w), _transposed(R * jnp.where(diagonal(R) < 0.0, -1.0, 1.0)[..., :, None])

@@ -10,11 +10,12 @@ from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
+from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.sparse_regression import RegressionPosterior, started_mean_and_root, started_sites
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.guides.members import Joint
 from numpyro_sgp.inducing import AbstractInducing, GrowingInducing
-from numpyro_sgp.math.linalg import solve_lower
+from numpyro_sgp.math.linalg import solve_lower, solve_lower_transposed
 from numpyro_sgp.posteriors.dual.formulas import natural_mean_and_root, natural_whitened
 from numpyro_sgp.posteriors.family import (
     AbstractPosteriorFamily,
@@ -31,8 +32,8 @@ from numpyro_sgp.posteriors.family import (
 from numpyro_sgp.posteriors.gaussian import InducingGaussian
 from numpyro_sgp.posteriors.moments import Moments, perturbed_moments, project
 from numpyro_sgp.posteriors.natural_parameters import Perturbed, TiedSites
-from numpyro_sgp.posteriors.parameters import Parameters
-from numpyro_sgp.posteriors.whitened.formulas import unwhitened, whitened
+from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
+from numpyro_sgp.posteriors.whitened.formulas import times_factors, unwhitened, whitened
 
 __all__ = ["AutoSVGP", "NaturalWhitened", "Unwhitened", "Whitened"]
 
@@ -61,6 +62,11 @@ class Whitened(AbstractPosteriorFamily):
             return at_prior(prior.kernel, prior.X)
         blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
         return whitened(m, S_sqrt, blocks.A, blocks.kff)
+
+    def updated(self, fitted: FittedParameters, q: SparsePosterior, linear: Array, precision: Array) -> dict[str, Any]:
+        A = project(fitted("inducing"), q.prior.kernel, q.prior.X, q.prior.relative_jitter).A
+        m, S_sqrt = times_factors(fitted("m"), jnp.tril(fitted("S_sqrt")), A, linear, precision)
+        return {"m": m, "S_sqrt": S_sqrt}
 
     def _parameters(
         self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]
@@ -98,6 +104,12 @@ class Unwhitened(AbstractPosteriorFamily):
         blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
         m, S_sqrt = self._parameters(param, prior, batch_shape, inducing, blocks.L)
         return unwhitened(m, S_sqrt, blocks.L, blocks.A, blocks.kff)
+
+    def updated(self, fitted: FittedParameters, q: SparsePosterior, linear: Array, precision: Array) -> dict[str, Any]:
+        blocks = project(fitted("inducing"), q.prior.kernel, q.prior.X, q.prior.relative_jitter)
+        V = solve_lower_transposed(blocks.L, blocks.A)
+        m, S_sqrt = times_factors(fitted("m"), jnp.tril(fitted("S_sqrt")), V, linear, precision)
+        return {"m": m, "S_sqrt": S_sqrt}
 
     def _parameters(
         self,
@@ -150,6 +162,10 @@ class NaturalWhitened(AbstractPosteriorFamily):
         blocks = project(inducing, prior.kernel, prior.X, prior.relative_jitter)
         q = natural_whitened(sites.lambda1, sites.Lambda2, blocks.A, blocks.kff)
         return perturbed_moments(value, blocks.A, q) if isinstance(value, Perturbed) else q
+
+    def updated(self, fitted: FittedParameters, q: SparsePosterior, linear: Array, precision: Array) -> dict[str, Any]:
+        A = project(fitted("inducing"), q.prior.kernel, q.prior.X, q.prior.relative_jitter).A
+        return {"sites": fitted("sites").with_rows(A, linear, precision)}
 
     def _parameters(
         self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]
