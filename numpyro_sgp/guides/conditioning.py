@@ -26,10 +26,11 @@ from numpyro_sgp.posteriors.natural_parameters import (
     Past,
     Perturbation,
     Perturbed,
+    TiedSites,
 )
 from numpyro_sgp.posteriors.parameters import FittedParameters
 
-__all__ = ["conditioned", "removed"]
+__all__ = ["conditioned", "removed", "sites_of_rows", "with_past"]
 
 Sites = dict[str, AbstractSites]
 Directions = dict[str, Perturbation]
@@ -55,7 +56,64 @@ def conditioned(
 def removed(guide: Any, params: Mapping[str, Any], args: tuple, kwargs: dict, loss: QuadratureELBO | None) -> Params:
     """See `AbstractAutoSparseGP.remove`."""
     rows = _Rows(guide, params, args, kwargs, "remove", loss)
-    return rows.updated(rows.without(rows.evaluate(rows.before)[1]))
+    return rows.updated({name: rows.changed(name, value, -1.0) for name, value in rows.own().items()})
+
+
+def sites_of_rows(
+    guide: Any, params: Mapping[str, Any], args: tuple, kwargs: dict, method: str, loss: QuadratureELBO | None
+) -> Params:
+    """What rows that a posterior was trained on have in its sites, by parameter.
+
+    Args:
+        guide: a guide with tied sites.
+        params: its parameters, whose steps have converged.
+        args: arguments of the model, with these rows alone.
+        kwargs: keyword arguments of the model.
+        method: what needs it, for messages.
+        loss: where quadrature and draws are as wanted.
+    """
+    rows = _Rows(guide, params, args, kwargs, method, loss)
+    found = rows.own()
+    empty = {name: jax.tree.map(jnp.zeros_like, value) for name, value in params.items() if _is_tied(value)}
+    added = rows.updated({name: value for name, value in found.items() if name not in rows.joint}, into=empty)
+    return {name: found[name] if name in rows.joint else added[name] for name in empty}
+
+
+def with_past(sites: Mapping[str, Any], past: Mapping[str, Any]) -> Sites:
+    """Sites that know which part of them is that of past data.
+
+    Args:
+        sites: by parameter.
+        past: the part, as natural parameters.
+    """
+    return {name: _with_past(name, cast(Any, value), past) for name, value in sites.items()}
+
+
+def _with_past(name: str, value: Any, past: Mapping[str, Any]) -> Any:
+    own = past[name]
+    if isinstance(own, EffectSites):
+        return dataclasses.replace(value, past=_past_of_effects(own))
+    linear, precision = own.lambda1, own.Lambda2
+    effects = past.get(name.removesuffix("joint_sites") + "effect_sites")
+    if effects is not None:
+        # Observations of the effects know of z, too; the rest is that of z alone.
+        of_effects = _past_of_effects(effects)
+        C = of_effects.root[:, 1:]
+        linear, precision = linear - C.T @ of_effects.linear, precision - C.T @ C
+    return dataclasses.replace(value, past=Past.of(linear, precision))
+
+
+def _past_of_effects(sites: EffectSites) -> Past:
+    """One observation for each effect, (d e + Cᵀz)/√d, and none where nothing is known of it."""
+    d = sites.Lambda2[:, :1]
+    known = d > 0.0
+    root = jnp.where(known, sites.Lambda2 / jnp.sqrt(jnp.where(known, d, 1.0)), 0.0)
+    linear = jnp.where(known[:, 0], sites.lambda1 / jnp.where(known[:, 0], root[:, 0], 1.0), 0.0)
+    return Past(linear, root)
+
+
+def _is_tied(value: Any) -> bool:
+    return isinstance(value, TiedSites)
 
 
 class _Rows:
@@ -128,69 +186,75 @@ class _Rows:
         """The sites before the rows, with what of them is of data marked as past."""
         if not self.joint:
             return self.before
-        # The rest is what latents have in the place of a prior that is not Gaussian.
-        _, data = self.evaluate(self.before, observed=False)
-        return {name: _with_past(self.before, name, data) for name in self.joint} | {
-            name: value for name, value in self.before.items() if name not in self.joint
-        }
+        data = self._of_data()
+        here = {name: value.natural_step(data[name], 0.0) for name, value in self.joint.items()}
+        return {**self.before, **with_past(here, {name: _as_sites(here[name], data[name]) for name in here})}
 
-    def without(self, directions: Directions) -> Sites:
-        """The sites without those of the rows, from the natural gradient with them."""
-        result = {}
-        data = self.evaluate(self.before, observed=False)[1] if self.joint else {}
+    def _of_data(self) -> Directions:
+        """The sites of data in joint posteriors: without what latents have in the place of a prior."""
+        if not self.joint:
+            return {}
+        found = self.evaluate(self.before, observed=False)[1]
+        return {name: found[name] for name in self.joint}
+
+    def own(self) -> Sites:
+        """What rows that are in the posterior have in it: sums in joint posteriors, else a site for each row."""
+        directions, data, result = self.evaluate(self.before)[1], self._of_data(), {}
         for name, value in self.before.items():
-            own = directions[name]
             if name in data:
-                # λ − (data − rows) with λ − ∂loss/∂ε in the place of each.
-                own = dataclasses.replace(
-                    own,
-                    epsilon1=data[name].epsilon1 - own.epsilon1,
-                    epsilon2=data[name].epsilon2 - own.epsilon2,
-                )
-                result[name] = value.natural_step(own, 1.0)
+                # The natural gradient of the bound of no data is that of the sites of data less what a step would make
+                # of them; the rows are what it has less with them.
+                epsilon1 = data[name].epsilon1 - directions[name].epsilon1
+                epsilon2 = data[name].epsilon2 - directions[name].epsilon2
+                rows = dataclasses.replace(data[name], epsilon1=epsilon1, epsilon2=epsilon2)
+                result[name] = _as_sites(value.natural_step(rows, 0.0), rows)
             else:
-                # With a step of length one sites of new rows would be what they are of those that are in.
-                result[name] = value.natural_step(own, -1.0)
+                # The sites of new rows after a step of length one are what those of rows are that are in.
+                result[name] = value.natural_step(directions[name], 1.0)
         return result
 
-    def updated(self, sites: Sites) -> Params:
-        """The parameters with the sites in them."""
-        params = dict(self.params)
-        for name in self.joint:
+    def changed(self, name: str, rows: AbstractSites, sign: float) -> AbstractSites:
+        """The sites with those of rows added or taken out.
+
+        Args:
+            name: of the parameter.
+            rows: their own sites.
+            sign: 1 or −1.
+        """
+        value: Any = rows
+        if name in self.joint:
+            before: Any = self.joint[name]
+            if before.reference is not None:
+                before = before.natural_step(self._of_data()[name], 0.0)
+            return dataclasses.replace(
+                before, lambda1=before.lambda1 + sign * value.lambda1, Lambda2=before.Lambda2 + sign * value.Lambda2
+            )
+        return dataclasses.replace(value, lambda1=sign * value.lambda1, Lambda2=sign * value.Lambda2)
+
+    def updated(self, sites: Sites, into: Params | None = None) -> Params:
+        """The parameters with the sites in them.
+
+        Args:
+            sites: whole sums of joint posteriors, and sites of rows to be added to the others.
+            into: sums that these are added to; None for those of the posterior.
+        """
+        params = {**self.params, **(into or {})}
+        for name in self.joint.keys() & sites.keys():
             params[name] = dataclasses.replace(cast(Any, sites[name]), past=None)
         for site, q in self.alone.items():
             new = sites[self._name(site)]
             # The sites are those of deviations from the mean before.
             linear = new.lambda1 + new.Lambda2 * q.moments.mean
-            fitted = FittedParameters(self.params, site, self.guide.prefix)
-            found = self.guide.family(site).updated(fitted, q, linear, new.Lambda2)
+            found = self.guide.family(site).updated(
+                FittedParameters(params, site, self.guide.prefix), q, linear, new.Lambda2
+            )
             params.update({f"{site}_{self.guide.prefix}_{symbol}": value for symbol, value in found.items()})
         return params
 
 
-def _with_past(before: Sites, name: str, directions: Directions) -> AbstractSites:
-    """Sites at the current inducing variables, with those of data as their past.
-
-    Args:
-        before: the sites.
-        name: of a parameter of a joint posterior.
-        directions: the natural gradient of the bound of no data, which is the sites of data.
-    """
-    value: Any = before[name].natural_step(directions[name], 0.0)
-    linear, precision = directions[name].epsilon1, -2.0 * directions[name].epsilon2
-    if isinstance(value, EffectSites):
-        # One observation for each effect: (d e + Cᵀz)/√d.
-        d = precision[:, :1]
-        known = d > 0.0
-        root = jnp.where(known, precision / jnp.sqrt(jnp.where(known, d, 1.0)), 0.0)
-        own = jnp.where(known[:, 0], linear / jnp.where(known[:, 0], root[:, 0], 1.0), 0.0)
-        return dataclasses.replace(value, past=Past(own, root))
-    effects = name.removesuffix("joint_sites") + "effect_sites"
-    if effects in before:
-        past: Any = cast(Any, _with_past(before, effects, directions)).past
-        C = past.root[:, 1:]
-        linear, precision = linear - C.T @ past.linear, precision - C.T @ C
-    return dataclasses.replace(value, past=Past.of(linear, precision))
+def _as_sites(like: Any, direction: Perturbation) -> Any:
+    """The natural parameters that a natural gradient is, as sites."""
+    return dataclasses.replace(like, lambda1=direction.epsilon1, Lambda2=-2.0 * direction.epsilon2, past=None)
 
 
 class Minimum(NamedTuple):

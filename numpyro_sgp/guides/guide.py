@@ -40,6 +40,7 @@ from numpyro_sgp.losses.quadrature_elbo import QuadratureELBO
 from numpyro_sgp.posteriors.decoupled.coefficients import ProbedCoefficients
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, check_names, for_site
 from numpyro_sgp.posteriors.functions import FunctionDraws, sample_functions
+from numpyro_sgp.posteriors.moments import frozen
 
 __all__ = ["AbstractAutoSparseGP", "AutoSparseGP"]
 
@@ -142,6 +143,7 @@ class AbstractAutoSparseGP(AutoGuide):
         self.joint = checked_joint(joint)
         self._checked: set[str] = set()  # forms of arguments with which the model's terms have been checked
         self._wrapped: Callable[[AbstractPosteriorFamily], AbstractPosteriorFamily] = _unchanged
+        self._frozen = False
 
     def with_joint(self, joint: Joint) -> Self:
         """The same guide, not yet run, with other members of its joint posterior.
@@ -265,7 +267,7 @@ class AbstractAutoSparseGP(AutoGuide):
         trace = first_run(model, swap, given)
         base_trace = dict(base_trace)
         for group in groups:
-            run = JointRun(group, trace, model, self.family, self.prefix, predicting)
+            run = JointRun(group, trace, model, self.family, self.prefix, predicting, frozen=self._frozen)
             base_trace.update(run.latents)
             runs.update(dict.fromkeys(group.sites, run))
         return base_trace, runs
@@ -290,6 +292,7 @@ class AbstractAutoSparseGP(AutoGuide):
                     return run.posterior(site, prior, batch_shape)
                 param = SiteParameters(site, self.prefix, predicting)
                 moments = self._wrapped(self.family(site)).moments(param, prior, batch_shape)
+                moments = frozen(moments) if self._frozen else moments
                 if param.growing:
                     moments = with_candidates(param.growing, moments, prior)
             except (TypeError, ValueError) as error:
@@ -466,6 +469,12 @@ class AbstractAutoSparseGP(AutoGuide):
 
         guide = copy.copy(self)
         guide.base, guide._wrapped = base, wrapped
+        return guide
+
+    def frozen(self) -> Self:
+        """This guide with moments that have no derivative but that of what the inducing variables leave unexplained."""
+        guide = copy.copy(self)
+        guide._frozen = True
         return guide
 
     def medians_of_base(self, params: Mapping[str, Any], args: tuple, kwargs: dict, method: str) -> dict[str, Array]:

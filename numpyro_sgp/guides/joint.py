@@ -77,6 +77,8 @@ class JointRun:
         family: Callable[[str], AbstractPosteriorFamily],
         prefix: str,
         predicting: bool,
+        *,
+        frozen: bool = False,
     ) -> None:
         self.group = group
         self.transforms = transforms_of(trace, group.latents)
@@ -141,7 +143,9 @@ class JointRun:
                 for name, prior in priors.items()
             }
             Kuv, _ = stacked(shared, batch_shapes, root)
-        self.gaussian = JointGaussian(value, K, Kuv, inducing, effects, unit, variance, offset, root, spans, projected)
+        self.gaussian = JointGaussian(
+            value, K, Kuv, inducing, effects, unit, variance, offset, root, spans, projected, frozen
+        )
         self.L, self.mean, self.S_sqrt = self.gaussian.whitened()
         self.noise = jax.random.normal(cast(Array, numpyro.prng_key()), self.mean.shape, self.mean.dtype)
         self.v = self.mean + matvec(self.S_sqrt, self.noise)

@@ -204,6 +204,11 @@ def greedy_variance(kernel: Callable, X: ArrayLike, rng_key: Array | None = None
     return jnp.asarray(chosen)
 
 
+def pivots_of(kernel: Callable, X: np.ndarray, most: int, tolerance: float) -> np.ndarray:
+    """Rows chosen as `greedy_variance` does, by their index, until the share of the prior variance that they leave."""
+    return _pivoted_cholesky(kernel, X, most, tolerance)[0]
+
+
 def suggest_num_inducing(
     kernel: Callable, X: ArrayLike, *, tolerance: float = 0.01, max_num_inducing: int = 2000
 ) -> Suggestion:

@@ -112,6 +112,7 @@ class JointExpectation:
         num_samples: draws where quadrature does not apply.
         rng_key: a key.
         observed: whether the terms of observed sites count.
+        latent: whether the divergence, and the terms of latents, count.
     """
 
     def __init__(
@@ -125,9 +126,10 @@ class JointExpectation:
         rng_key: Array,
         *,
         observed: bool = True,
+        latent: bool = True,
     ) -> None:
         self.run, self.num_nodes, self.num_samples, self.rng_key = run, num_nodes, num_samples, rng_key
-        self.means = means
+        self.means, self.latent = means, latent
         group, latents = run.group, run.group.latents
         own = [name for name in latents if name not in group.gaussian]
 
@@ -135,11 +137,11 @@ class JointExpectation:
             w = {name: values[name] for name in group.dense}
             constrained = run.values(w, None if group.effects is None else values[group.effects])
             trace = model_at({**{name: values[name] for name in group.sites}, **constrained})
-            result = log_densities(trace, {name: run.transforms[name] for name in own}, w)
+            result = log_densities(trace, {name: run.transforms[name] for name in own}, w) if latent else {}
             sites = {name: site for name, site in trace.items() if site["type"] == "sample"}
             outcomes = {name for name, site in sites.items() if site["is_observed"]}
             for name, site in sites.items():
-                counts = observed or not site["is_observed"]
+                counts = observed if site["is_observed"] else latent
                 if counts and name not in (*group.sites, *latents) and not is_missing_outcome(name, outcomes):
                     result[name] = scaled_log_prob(site) if site["is_observed"] else latent_term(trace, name)
             return {name: jnp.asarray(value) for name, value in result.items()}
@@ -169,8 +171,8 @@ class JointExpectation:
             if count > 2 and any((term.name, site) in run.group.coupled for site in term.sites):
                 warnings.warn(_sampled(term, count, self.num_samples), UserWarning, stacklevel=2)
         latents, known, kl = self._moments(terms)
-        result = -kl
-        if self.own:
+        result = -kl if self.latent else jnp.zeros_like(kl)
+        if self.own and self.latent:
             index = run.places(self.own)
             own = latents.at(index)
             # (Without the floor that the variances of predictors have: what it takes back is in the terms, too.)

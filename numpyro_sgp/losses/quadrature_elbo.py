@@ -155,7 +155,10 @@ class QuadratureELBO(ELBO):
 
 
 class Particle:
-    """One draw of the other latents: the bound given it, or without `observed` the bound of no data."""
+    """One draw of the other latents: the bound given it.
+
+    Without `observed` it is the bound of no data; without `latent` it is the expected log likelihood alone.
+    """
 
     def __init__(
         self,
@@ -169,8 +172,9 @@ class Particle:
         *,
         training: bool = False,
         observed: bool = True,
+        latent: bool = True,
     ) -> None:
-        self.training, self.observed = training, observed
+        self.training, self.observed, self.latent = training, observed, latent
         self.loss, self.params, self.model, self.guide = loss, dict(params), model, guide
         self.args, self.kwargs = args, kwargs
         self.model_key, self.guide_key, self.noise_key = jax.random.split(rng_key, 3)
@@ -236,6 +240,7 @@ class Particle:
                 self.loss.num_samples,
                 jax.random.fold_in(self.noise_key, number),
                 observed=self.observed,
+                latent=self.latent,
             )
             for number, run in enumerate(_joint_runs(posteriors), 1)
         ]
@@ -269,7 +274,7 @@ class Particle:
                 if name in sites or name in members or name in in_joint or name in missing:
                     continue
                 site = trace[name]
-                if site["is_observed"] and not self.observed:
+                if not (self.observed if site["is_observed"] else self.latent):
                     continue
                 result[name] = (
                     jnp.sum(scaled_log_prob(site))
@@ -282,13 +287,13 @@ class Particle:
         elbo = 0.0  # without a dtype of its own, so that a float32 model has a float32 loss under x64
         for each in joint:
             elbo = elbo + each.value(guide_trace[each.run.group.sites[0]]["scale"])
-        for name in sites:
+        for name in sites if self.latent else ():
             elbo = elbo - jnp.sum(
                 scale_and_mask(
                     kl_divergence(guide_trace[name]["fn"], model_trace[name]["fn"]), guide_trace[name]["scale"]
                 )
             )
-        for name in sample_sites(guide_trace):
+        for name in sample_sites(guide_trace) if self.latent else ():
             if name not in model_trace:
                 elbo = elbo - jnp.sum(scaled_log_prob(guide_trace[name]))  # auxiliary sites of the guide
 

@@ -21,6 +21,7 @@ __all__ = [
     "Moments",
     "Projection",
     "Roots",
+    "frozen",
     "given_tangents",
     "joined",
     "moments",
@@ -166,6 +167,15 @@ def project(inducing: AbstractInducing, kernel: Callable, X: Array, jitter: Arra
     Kuf = inducing.Kuf(kernel, X)
     L, A = whiten(with_jitter(inducing.Kuu(kernel), jitter), Kuf)
     return Projection(L, Kuf, A, kernel(X))
+
+
+def frozen(q: Moments) -> Moments:
+    """The moments as functions of what u leaves unexplained: the rest has no derivative."""
+    assert q.covariance is not None
+    explained = q.covariance.variance_of_inducing()
+    assert explained is not None
+    mean, explained_fixed = jax.lax.stop_gradient((q.mean, explained))
+    return q._replace(mean=mean, variance=explained_fixed + (q.variance - explained))
 
 
 def standard_deviation(variance: Array) -> Array:

@@ -49,6 +49,7 @@ class JointGaussian(AbstractJointGaussian):
         root: R with R Rᵀ = B, the prior covariance of w, (P, P).
         spans: where each site begins in z, with its number of latents and of inducing variables.
         projected: whether sites stay fixed in z, rather than in whitened variables, while hyperparameters move.
+        frozen: whether the moments have no derivative but that of what z leaves unexplained.
     """
 
     value: Any
@@ -62,6 +63,7 @@ class JointGaussian(AbstractJointGaussian):
     root: Array
     spans: dict[str, tuple[int, int, int]] = dataclasses.field(metadata={"static": True})
     projected: bool = dataclasses.field(metadata={"static": True})
+    frozen: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def size(self) -> int:
@@ -120,6 +122,10 @@ class JointGaussian(AbstractJointGaussian):
         if isinstance(self.value, Perturbed):
             mean, variance, kl = self._perturbed(mean, variance, kl, h, loading, moved, rest)
         found = Columns(mean, variance, A, T, h, *loading, unperturbed)
+        if self.frozen:
+            explained = self.explained(found, found)
+            unexplained = unperturbed - explained
+            found = jax.lax.stop_gradient(found)._replace(variance=jax.lax.stop_gradient(explained) + unexplained)
         if num_rows == E:
             return found, kl
         past_rows = found.take(num_rows, E, (E - num_rows,))
