@@ -3,8 +3,8 @@
 Each data set comes in 50 batches, shuffled or sorted by the first input. `Streaming` sees each batch once. The same
 guide is trained on all rows by minibatches (`fit`), with as many inducing inputs. Measured is the mean negative log
 predictive density (NLPD) of test rows after each batch. With `--peers`, GPyTorch's online variational conditioning
-(`get_fantasy_model`) takes the same batches, where the outcomes are numbers; its hyperparameters and inducing inputs are
-trained on the first batch.
+(`get_fantasy_model`) takes the same batches, where the outcomes are numbers; hyperparameters and inducing inputs are
+those of the first batch.
 
     python benchmarks/streaming.py --data elevators.npz bike.npz magic.npz [--peers PYTHON] [--output results]
     python benchmarks/streaming.py --data kin40k.npz --num-inducing 512 [--peers PYTHON] [--output results]
@@ -12,6 +12,7 @@ trained on the first batch.
 """
 
 import argparse
+import itertools
 import json
 import os
 from pathlib import Path
@@ -162,7 +163,7 @@ def child_of_gpytorch(path: Path, settings: dict) -> None:
 
     curve, fitted, failed = [score(model)], None, None
     with gpytorch.settings.cholesky_max_tries(8):
-        for begin, end in zip(ends[:-1], ends[1:], strict=True):
+        for begin, end in itertools.pairwise(ends):
             try:
                 with torch.no_grad():
                     rows, outcomes = X[begin:end], y[begin:end]

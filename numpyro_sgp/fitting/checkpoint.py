@@ -78,13 +78,15 @@ def save_checkpoint(path: str | os.PathLike, tree: Any) -> None:
     write_arrays(Path(path), named_leaves(tree))
 
 
-def load_checkpoint(path: str | os.PathLike, like: Any) -> Any:
+def load_checkpoint(path: str | os.PathLike, like: Any, *, any_size: bool = False) -> Any:
     """Read a pytree that `save_checkpoint` wrote.
 
     Args:
         path: the file.
         like: a pytree with the structure, shapes and dtypes of the one that was written, such as a fresh
             `svi.init(...)`; its numbers are not used.
+        any_size: whether the axes of an array may have other sizes than in `like`, as in a `StreamingState`, whose
+            memory fills.
 
     Returns:
         A pytree like `like`, on the devices of its leaves.
@@ -101,7 +103,7 @@ def load_checkpoint(path: str | os.PathLike, like: Any) -> Any:
         >>> sgp.load_checkpoint(path, like={"w": jnp.zeros(3, int)})
         {'w': Array([0, 1, 2], dtype=int32)}
     """
-    return restored(path, read_arrays(path), like)
+    return restored(path, read_arrays(path), like, any_size=any_size)
 
 
 def named_leaves(tree: Any, root: str = "") -> dict[str, np.ndarray]:
@@ -148,7 +150,9 @@ def read_arrays(path: str | os.PathLike) -> dict[str, np.ndarray]:
             raise ValueError(msg) from error
 
 
-def restored(path: str | os.PathLike, arrays: dict[str, np.ndarray], like: Any, root: str = "") -> Any:
+def restored(
+    path: str | os.PathLike, arrays: dict[str, np.ndarray], like: Any, root: str = "", *, any_size: bool = False
+) -> Any:
     """Those of the arrays in the file at `path` whose names start with `root`, in the structure of `like`."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(like)
     wanted = {root + jax.tree_util.keystr(place): leaf for place, leaf in leaves}
@@ -159,7 +163,8 @@ def restored(path: str | os.PathLike, arrays: dict[str, np.ndarray], like: Any, 
         found, needed = arrays[name], numbers_of(wanted[name])
         if found.dtype.kind == "V" and found.dtype.itemsize == needed.dtype.itemsize:
             found = arrays[name] = found.view(needed.dtype)  # one that NumPy lacks, such as bfloat16
-        if (found.dtype, found.shape) != (needed.dtype, needed.shape):
+        shapes = [len(array.shape) if any_size else array.shape for array in (found, needed)]
+        if found.dtype != needed.dtype or shapes[0] != shapes[1]:
             has, needs = (f"{array.dtype}{list(array.shape)}" for array in (found, needed))
             differences.append(f"{name} is {has}, needed is {needs}")
     if differences:

@@ -20,13 +20,15 @@ from numpyro.infer.svi import SVIState
 
 from numpyro_sgp._internal.checks import at_least, positive
 from numpyro_sgp._internal.signatures import with_num_data
-from numpyro_sgp.guides.conditioning import sites_of_rows, with_past
+from numpyro_sgp.guides.conditioning import sites_of_data, sites_of_rows, with_past
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.inducing import InducingPoints, kmeans
 from numpyro_sgp.inducing.selection import pivots_of
+from numpyro_sgp.kernels.functional import AbstractFunctional
 from numpyro_sgp.losses.quadrature_elbo import Particle, QuadratureELBO
 from numpyro_sgp.math.linalg import cholesky, matmul, solve_lower, solve_lower_transposed, with_jitter
 from numpyro_sgp.optim import NaturalGradient
+from numpyro_sgp.optim.closure import all_finite
 from numpyro_sgp.posteriors.natural_parameters import AbstractSites, EffectSites, TiedSites
 
 __all__ = ["Streaming", "StreamingState"]
@@ -71,15 +73,19 @@ class Streaming:
         svi: with a guide whose GP sites have tied sites, `AutoTSVGP(model, inducing)`, and `NaturalGradient`.
         memory: how many past rows are kept, a uniform sample of all that there have been.
         num_steps: steps of the `SVI` object for each batch.
-        max_inducing: the most inducing inputs for each site. There are more where the data go and fewer where they are
-            not needed any more, and each change compiles anew; None keeps their number, and lets them move.
+        move_inducing: whether inducing inputs follow the data. From those there are, and some centres of the rows of a
+            batch, those stay that explain most (`greedy_variance`). Inducing variables of another kind, those of
+            functionals, and those of several latents with kernels of their own stay where they are.
+        max_inducing: the most of them. There are more where the data go, and fewer where they are not needed any more;
+            each change compiles anew. None keeps their number.
         tolerance: the share of the prior variance at inducing inputs and new rows that may stay unexplained, beyond
             which there are more of them.
         discount: in (0, 1], the factor of past sites with each batch, for data that drift.
 
     Raises:
-        TypeError: `svi` has another optimizer, or a guide whose sites are not tied.
-        ValueError: a number outside its range; inducing inputs that the optimizer trains.
+        TypeError: `svi` has another optimizer or loss, or a guide whose sites are not tied, or whose inducing inputs
+            the optimizer trains.
+        ValueError: a number outside its range.
 
     References:
         Bui, Nguyen and Turner (2017), "Streaming sparse Gaussian process approximations", for the sites as pseudo
@@ -93,6 +99,7 @@ class Streaming:
         *,
         memory: int = 256,
         num_steps: int = 20,
+        move_inducing: bool = True,
         max_inducing: int | None = None,
         tolerance: float = 1e-3,
         discount: float = 1.0,
@@ -103,12 +110,16 @@ class Streaming:
                 f"{type(svi.optim).__name__}. Use `AutoTSVGP(model, inducing)` and `NaturalGradient()`."
             )
             raise TypeError(msg)
+        if not isinstance(svi.loss, QuadratureELBO):
+            msg = f"`Streaming` needs `QuadratureELBO` as the loss, got {type(svi.loss).__name__}."
+            raise TypeError(msg)
         if not 0.0 < discount <= 1.0:
             msg = f"`discount` must lie in (0, 1], got {discount!r}. 1 forgets nothing."
             raise ValueError(msg)
         self.svi = svi
         self.memory = at_least(0, "memory", memory, "The default is 256.")
         self.num_steps = positive("num_steps", num_steps, "The default is 20.")
+        self.move_inducing = move_inducing
         self.max_inducing = max_inducing
         self.tolerance = tolerance
         self.discount = discount
@@ -135,9 +146,12 @@ class Streaming:
         sites = {name: value for name, value in params.items() if isinstance(value, AbstractSites)}
         for name, value in sites.items():
             self._check_sites(name, value)
-        past = cast(Sites, sites)
-        if init_params is None:
-            past = jax.tree.map(jnp.zeros_like, past)
+        past = jax.tree.map(jnp.zeros_like, cast(Sites, sites))
+        if init_params is not None:
+            past = sites_of_data(self.svi.guide, params, args, given, "Streaming")
+        raw = self.svi.optim.get_params(svi_state.optim_state)
+        optim_state = self.svi.optim.init({**raw, **with_past({name: raw[name] for name in past}, past)})
+        svi_state = svi_state._replace(optim_state=optim_state)
         memory = jax.tree.map(lambda x: jnp.asarray(x)[:0], args)
         return StreamingState(svi_state, past, memory, jnp.zeros(0), jnp.asarray(0), own)
 
@@ -173,7 +187,8 @@ class Streaming:
             The new state, and the loss of each step.
 
         Raises:
-            ValueError: arguments with different numbers of rows.
+            ValueError: arguments with different numbers of rows; rows whose sites are not finite, as of outcomes that
+                are NaN. The state before the batch is as it was.
         """
         batch, seen = num_rows(args), int(state.num_seen)
         rows = jax.tree.map(lambda old, new: jnp.concatenate([old, jnp.asarray(new)]), state.memory, args)
@@ -198,6 +213,12 @@ class Streaming:
         if len(leave):
             params = self.get_params(state._replace(svi_state=svi_state))
             past = self._forget(params, past, jax.tree.map(lambda x: x[leave], rows), kwargs=given)
+            if not all_finite(past):
+                msg = (
+                    "Some rows of this batch have sites that are not finite. Look for NaN in it, and go on from the "
+                    "state before it."
+                )
+                raise ValueError(msg)
         memory = jax.tree.map(lambda x: x[stay], rows)
         return StreamingState(svi_state, past, memory, keys[stay], state.num_seen + batch, rng_key), losses
 
@@ -233,7 +254,8 @@ class Streaming:
 
                 value = bound(svi.guide, rows)
                 if kept:
-                    value = value + weight * bound(svi.guide.frozen(), memory, latent=False)
+                    rest = bound(svi.guide.frozen(), memory, latent=False)
+                    value = value + weight.astype(rest.dtype) * rest
                 return -value, None
 
             (value, _), carry = optim.eval_and_update(fn, carry)
@@ -268,19 +290,21 @@ class Streaming:
         kwargs: tuple,
     ) -> tuple[dict[str, Any], Sites]:
         """Inducing inputs for where the data are now, and the sites at these."""
-        if seen == 0:
+        # At first they are what the guide was given, unless there may be more.
+        if not self.move_inducing or (seen == 0 and self.max_inducing is None):
             return params, past
         sites = self._look(self._constrained(params), rows, kwargs=kwargs)
         moved = {}
         for site, (kernel, X) in sites.items():
             name = f"{site}_{self.svi.guide.prefix}_inducing"
-            if not isinstance(params[name], InducingPoints):
+            if not _can_move(params[name], X, jax.eval_shape(kernel, X)):
                 continue
             Z, M = np.asarray(params[name].Z), params[name].num_inducing
             most = self.max_inducing or M
             # As many as their share in all rows: the sample is then one of all rows.
-            number = min(batch, -(-most * batch // (seen + batch)))
-            found = np.asarray(kmeans(None, np.asarray(X)[-batch:], rng_key, num_inducing=number))
+            new = np.asarray(X)[-batch:]
+            number = min(len(np.unique(new, axis=0)), -(-most * batch // (seen + batch)))
+            found = np.asarray(kmeans(None, new, rng_key, num_inducing=number))
             together = np.concatenate([Z, found])
             if self.max_inducing is not None:
                 needed = len(pivots_of(kernel, together, min(most, len(together)), self.tolerance))
@@ -334,6 +358,12 @@ class Streaming:
         given = self._kwargs(rows, kwargs)
         found = sites_of_rows(self.svi.guide, params, rows, given, "Streaming", cast(QuadratureELBO, self.svi.loss))
         return {name: _sum(value, found[name]) for name, value in past.items()}
+
+
+def _can_move(inducing: Any, X: Any, variance: Any) -> bool:
+    """Whether inducing inputs can be chosen among rows of X, given the shape of the prior variance there."""
+    points = isinstance(inducing, InducingPoints) and inducing.Z.ndim == 2
+    return points and not isinstance(X, AbstractFunctional) and len(variance.shape) == 1
 
 
 def num_rows(args: Rows) -> int:

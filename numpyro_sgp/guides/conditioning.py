@@ -79,6 +79,14 @@ def sites_of_rows(
     return {name: found[name] if name in rows.joint else added[name] for name in empty}
 
 
+def sites_of_data(guide: Any, params: Mapping[str, Any], args: tuple, kwargs: dict, method: str) -> Params:
+    """The tied sites of a posterior, without what latents have in them in the place of a prior that is not Gaussian."""
+    rows = _Rows(guide, params, args, kwargs, method, None)
+    data = rows.of_data()
+    joint = {name: _as_sites(value, data[name]) for name, value in rows.joint.items()}
+    return {name: value for name, value in params.items() if _is_tied(value)} | joint
+
+
 def with_past(sites: Mapping[str, Any], past: Mapping[str, Any]) -> Sites:
     """Sites that know which part of them is that of past data.
 
@@ -186,11 +194,11 @@ class _Rows:
         """The sites before the rows, with what of them is of data marked as past."""
         if not self.joint:
             return self.before
-        data = self._of_data()
+        data = self.of_data()
         here = {name: value.natural_step(data[name], 0.0) for name, value in self.joint.items()}
         return {**self.before, **with_past(here, {name: _as_sites(here[name], data[name]) for name in here})}
 
-    def _of_data(self) -> Directions:
+    def of_data(self) -> Directions:
         """The sites of data in joint posteriors: without what latents have in the place of a prior."""
         if not self.joint:
             return {}
@@ -199,7 +207,7 @@ class _Rows:
 
     def own(self) -> Sites:
         """What rows that are in the posterior have in it: sums in joint posteriors, else a site for each row."""
-        directions, data, result = self.evaluate(self.before)[1], self._of_data(), {}
+        directions, data, result = self.evaluate(self.before)[1], self.of_data(), {}
         for name, value in self.before.items():
             if name in data:
                 # The natural gradient of the bound of no data is that of the sites of data less what a step would make
@@ -225,7 +233,7 @@ class _Rows:
         if name in self.joint:
             before: Any = self.joint[name]
             if before.reference is not None:
-                before = before.natural_step(self._of_data()[name], 0.0)
+                before = before.natural_step(self.of_data()[name], 0.0)
             return dataclasses.replace(
                 before, lambda1=before.lambda1 + sign * value.lambda1, Lambda2=before.Lambda2 + sign * value.Lambda2
             )

@@ -290,7 +290,7 @@ class AbstractAutoSparseGP(AutoGuide):
                 run = runs.get(site)
                 if isinstance(run, JointRun):
                     return run.posterior(site, prior, batch_shape)
-                param = SiteParameters(site, self.prefix, predicting)
+                param = SiteParameters(site, self.prefix, predicting, probed=not self._frozen)
                 moments = self._wrapped(self.family(site)).moments(param, prior, batch_shape)
                 moments = frozen(moments) if self._frozen else moments
                 if param.growing:
@@ -461,11 +461,13 @@ class AbstractAutoSparseGP(AutoGuide):
         self, values: Mapping[str, Array], wrapped: Callable[[AbstractPosteriorFamily], AbstractPosteriorFamily]
     ) -> Self:
         """This guide with the latents of the base guide at fixed values, and other posteriors made of its own."""
+        assert isinstance(self.base, AutoGuide)
+        sites = self.base.prototype_trace or {}
 
         def base(*args: Any, **kwargs: Any) -> None:
             del args, kwargs
             for name, value in values.items():
-                numpyro.sample(name, dist.Delta(value, event_dim=jnp.ndim(value)))
+                numpyro.sample(name, dist.Delta(value, event_dim=sites[name]["fn"].event_dim))
 
         guide = copy.copy(self)
         guide.base, guide._wrapped = base, wrapped

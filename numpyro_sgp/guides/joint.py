@@ -128,7 +128,7 @@ class JointRun:
             zeros = JointSites.zeros((), K.shape[0], K.dtype, reference)
             return self._start(zeros, self._initial(trace, offset, rng_key) - offset, K, projected)
 
-        param = SiteParameters(group.sites[0], prefix, predicting)
+        param = SiteParameters(group.sites[0], prefix, predicting, probed=not frozen)
         value = param("joint_sites", start)
         effects = None
         if group.effects is not None:

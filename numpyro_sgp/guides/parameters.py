@@ -8,6 +8,7 @@ from jax import Array
 import numpyro
 from numpyro.primitives import _PYRO_STACK, mutable
 
+from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.guides.handlers import SwapGaussianProcesses
 from numpyro_sgp.inducing import ProbedInducing, report_candidates
@@ -52,10 +53,11 @@ class SiteParameters:
     Attributes:
         growing: the parameters that are growing bases.
         initial: symbols of the parameters that had no value yet and were given their initial one.
+        probed: whether an optimizer gets what it asks for beside the gradient of a parameter.
     """
 
-    def __init__(self, site: str, prefix: str, predicting: bool) -> None:
-        self.site, self.prefix, self.predicting = site, prefix, predicting
+    def __init__(self, site: str, prefix: str, predicting: bool, *, probed: bool = True) -> None:
+        self.site, self.prefix, self.predicting, self.probed = site, prefix, predicting, probed
         self.growing: list[ProbedInducing] = []
         self.initial: set[str] = set()
 
@@ -67,7 +69,7 @@ class SiteParameters:
         with _past_the_model():
             value = parameter(f"{self.site}_{self.prefix}_{symbol}", start, self.predicting)
         if not isinstance(value, ProbedInducing):
-            return value
+            return value if self.probed else value_of(value)
         self.growing.append(value)
         return value.value
 

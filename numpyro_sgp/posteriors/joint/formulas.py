@@ -123,9 +123,9 @@ class JointGaussian(AbstractJointGaussian):
             mean, variance, kl = self._perturbed(mean, variance, kl, h, loading, moved, rest)
         found = Columns(mean, variance, A, T, h, *loading, unperturbed)
         if self.frozen:
-            explained = self.explained(found, found)
-            unexplained = unperturbed - explained
-            found = jax.lax.stop_gradient(found)._replace(variance=jax.lax.stop_gradient(explained) + unexplained)
+            explained = self._explained(found, found)
+            fixed_mean, fixed = jax.lax.stop_gradient((mean, explained))
+            found = found._replace(mean=fixed_mean, variance=fixed + (variance - explained))
         if num_rows == E:
             return found, kl
         past_rows = found.take(num_rows, E, (E - num_rows,))
@@ -182,6 +182,10 @@ class JointGaussian(AbstractJointGaussian):
         return *perturb_marginals(self.value, h, mean, variance, extra=extra), kl
 
     def explained(self, one: Columns, other: Columns) -> Array:
+        result = self._explained(one, other)
+        return jax.lax.stop_gradient(result) if self.frozen else result
+
+    def _explained(self, one: Columns, other: Columns) -> Array:
         result = jnp.sum(one.T * other.T, axis=0)
         if self.effects is None:
             return result
