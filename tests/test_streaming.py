@@ -105,6 +105,23 @@ def test_a_discount_counts_rows_less_with_every_batch():
     np.testing.assert_allclose(at_new(svi, stream.get_params(state)), sparse_posterior(X, y, Z, weights), atol=1e-8)
 
 
+def test_a_discount_is_in_the_sites_before_the_steps_and_in_the_age_of_the_memory():
+    svi = svi_of(fixed)
+    _, state, _ = streamed(svi, (X, y), BATCHES[:2], memory=0, discount=0.6)
+    half = SVI(fixed, svi.guide, sgp.NaturalGradient(0.5, optax.set_to_zero()), sgp.QuadratureELBO())
+    half.init(jax.random.key(0), X[:12], y[:12])
+    stream = sgp.Streaming(half, memory=0, discount=0.6, num_steps=1, move_inducing=False)
+    state, _ = stream.update(state, X[24:], y[24:])
+    weights = np.repeat([0.36, 0.6, 0.5], 12)
+    np.testing.assert_allclose(at_new(svi, stream.get_params(state)), sparse_posterior(X, y, Z, weights), atol=1e-8)
+
+    stream, before, _ = streamed(svi, (X, y), BATCHES[:2], memory=8, discount=0.6)
+    after, _ = stream.update(before, X[24:], y[24:])
+    stayed = np.isin(after.memory[1], before.memory[1])
+    assert stayed.any()
+    assert np.isin(np.asarray(after.keys)[stayed], 0.6 * np.asarray(before.keys)).all()
+
+
 def test_with_a_memory_of_everything_a_step_is_that_of_the_batch_with_all_rows():
     svi = svi_of(learned, others=optax.sgd(1e-3))
     stream, state, _ = streamed(svi, (X, y), BATCHES[:2], memory=N)

@@ -406,11 +406,8 @@ def _projection(old: InducingPoints, new: InducingPoints, kernel: Any, jitter: A
     """B with E[u | u′] = B u′, (..., M, M′); rows of an identity for inducing inputs that stay."""
     K = with_jitter(new.Kuu(kernel), jitter)
     same = jnp.all(old.Z[:, None, :] == new.Z, axis=-1)
-    # The noise that the jitter stands for stays with its inducing input.
-    scale = jnp.mean(new.Kuu_diagonal(kernel), axis=-1)[..., None, None]
-    cross = old.Kuv(kernel, new) + jitter * scale * same
     L = cholesky(K)
-    B = solve_lower_transposed(L, solve_lower(L, jnp.swapaxes(cross, -1, -2)))
+    B = solve_lower_transposed(L, solve_lower(L, new.Kuv(kernel, old)))
     return jnp.where(jnp.any(same, axis=-1)[:, None], same.astype(K.dtype), jnp.swapaxes(B, -1, -2))
 
 
