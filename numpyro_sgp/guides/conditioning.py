@@ -6,7 +6,7 @@ minimise the bound of the new rows alone; then the sites are put into the parame
 
 from collections.abc import Callable, Mapping
 import dataclasses
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 import warnings
 
@@ -35,6 +35,7 @@ __all__ = ["conditioned", "removed", "sites_of_rows", "with_past"]
 Sites = dict[str, AbstractSites]
 Directions = dict[str, Perturbation]
 Evaluate = Callable[[Sites], tuple[Array, Directions]]
+_NUM_STEPS_OF_PRIORS = 50  # as `condition` takes at most; one where all priors are Gaussian
 
 
 def conditioned(
@@ -43,7 +44,7 @@ def conditioned(
     """See `AbstractAutoSparseGP.condition`."""
     rows = _Rows(guide, params, args, kwargs, "condition", loss)
     end = minimised(rows.evaluate, rows.start(), num_steps)
-    if not isinstance(end.converged, Tracer) and not end.converged:
+    if _may_go_on(end):
         warnings.warn(
             f"`condition` took {num_steps} evaluations and its steps still change the posterior of the new rows. Give "
             "more `num_steps`, or fewer rows at once.",
@@ -56,7 +57,19 @@ def conditioned(
 def removed(guide: Any, params: Mapping[str, Any], args: tuple, kwargs: dict, loss: QuadratureELBO | None) -> Params:
     """See `AbstractAutoSparseGP.remove`."""
     rows = _Rows(guide, params, args, kwargs, "remove", loss)
-    return rows.updated({name: rows.changed(name, value, -1.0) for name, value in rows.own().items()})
+    own = rows.own()
+    left = {name: rows.changed(name, value, -1.0) for name, value in own.items()}
+    if rows.joint:
+        end = minimised(partial(rows.evaluate, observed=False), rows.start_without(left, own), _NUM_STEPS_OF_PRIORS)
+        if _may_go_on(end):
+            warnings.warn(
+                f"`remove` took {_NUM_STEPS_OF_PRIORS} evaluations to find the posterior that the other rows leave of "
+                "latents whose priors are not Gaussian, and its steps still change it. Remove fewer rows at once.",
+                UserWarning,
+                stacklevel=3,
+            )
+        left.update({name: end.sites[name] for name in rows.joint})
+    return rows.updated(left)
 
 
 def sites_of_rows(
@@ -82,7 +95,7 @@ def sites_of_rows(
 def sites_of_data(guide: Any, params: Mapping[str, Any], args: tuple, kwargs: dict, method: str) -> Params:
     """The tied sites of a posterior, without what latents have in them in the place of a prior that is not Gaussian."""
     rows = _Rows(guide, params, args, kwargs, method, None)
-    data = rows.of_data()
+    data = rows.of_data
     joint = {name: _as_sites(value, data[name]) for name, value in rows.joint.items()}
     return {name: value for name, value in params.items() if _is_tied(value)} | joint
 
@@ -194,10 +207,26 @@ class _Rows:
         """The sites before the rows, with what of them is of data marked as past."""
         if not self.joint:
             return self.before
-        data = self.of_data()
+        data = self.of_data
         here = {name: value.natural_step(data[name], 0.0) for name, value in self.joint.items()}
         return {**self.before, **with_past(here, {name: _as_sites(here[name], data[name]) for name in here})}
 
+    def start_without(self, left: Sites, own: Sites) -> Sites:
+        """The sites without rows; what latents have in the place of a prior is that of the posterior with them.
+
+        Args:
+            left: the sites without those of the rows.
+            own: the sites of the rows.
+        """
+        past = {}
+        for name, direction in self.of_data.items():
+            data, rows = _as_sites(left[name], direction), own[name]
+            past[name] = dataclasses.replace(
+                data, lambda1=data.lambda1 - rows.lambda1, Lambda2=data.Lambda2 - rows.Lambda2
+            )
+        return {**self.before, **with_past({name: left[name] for name in past}, past)}
+
+    @cached_property
     def of_data(self) -> Directions:
         """The sites of data in joint posteriors: without what latents have in the place of a prior."""
         if not self.joint:
@@ -207,7 +236,7 @@ class _Rows:
 
     def own(self) -> Sites:
         """What rows that are in the posterior have in it: sums in joint posteriors, else a site for each row."""
-        directions, data, result = self.evaluate(self.before)[1], self.of_data(), {}
+        directions, data, result = self.evaluate(self.before)[1], self.of_data, {}
         for name, value in self.before.items():
             if name in data:
                 # The natural gradient of the bound of no data is that of the sites of data less what a step would make
@@ -233,7 +262,7 @@ class _Rows:
         if name in self.joint:
             before: Any = self.joint[name]
             if before.reference is not None:
-                before = before.natural_step(self.of_data()[name], 0.0)
+                before = before.natural_step(self.of_data[name], 0.0)
             return dataclasses.replace(
                 before, lambda1=before.lambda1 + sign * value.lambda1, Lambda2=before.Lambda2 + sign * value.Lambda2
             )
@@ -285,6 +314,10 @@ class Minimum(NamedTuple):
     converged: Array
 
 
+def _may_go_on(end: Minimum) -> bool:
+    return not isinstance(end.converged, Tracer) and not end.converged
+
+
 def minimised(evaluate: Evaluate, start: Sites, num_steps: int) -> Minimum:
     """Natural steps, each of which lowers the value: full ones, or as long as it takes.
 
@@ -308,8 +341,9 @@ def minimised(evaluate: Evaluate, start: Sites, num_steps: int) -> Minimum:
     def step(here: Minimum) -> Minimum:
         sites = {name: value.natural_step(here.directions[name], here.length) for name, value in here.sites.items()}
         value, directions = evaluate(sites)
-        # Rounding may raise it where it is at its least.
-        lower = value <= here.value + slack * (1.0 + jnp.abs(here.value))
+        # Rounding may raise it where it is at its least: by that of its terms, which may cancel there more than at the
+        # start.
+        lower = value <= here.value + slack * (1.0 + jnp.maximum(jnp.abs(first.value), jnp.abs(here.value)))
         accepted = lower & all_finite((sites, directions))
         there = sites, directions, value, jnp.minimum(2.0 * here.length, 1.0), ended(sites, directions)
         stay = here.sites, here.directions, here.value, 0.5 * here.length, here.converged

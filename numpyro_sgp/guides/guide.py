@@ -621,7 +621,8 @@ class AbstractAutoSparseGP(AutoGuide):
 
         Their sites, which follow from q itself once it has converged, are taken out of q(u): what is left is the
         cavity. With Gaussian noise and fixed hyperparameters it is the posterior of the other rows; with another
-        likelihood the sites of the other rows stay as they are. It undoes `condition`.
+        likelihood the sites of the other rows stay as they are. Latents in a joint posterior whose priors are not
+        Gaussian take what these sites leave of them, by natural steps. It undoes `condition`.
 
         Args:
             params: fitted parameters.
@@ -632,6 +633,9 @@ class AbstractAutoSparseGP(AutoGuide):
         Raises:
             TypeError: as `condition`; a posterior that has a site for each row of X.
             ValueError: GP sites on top of one another.
+
+        Warns:
+            UserWarning: these steps had not converged.
         """
         return removed(self, params, args, kwargs, loss)
 

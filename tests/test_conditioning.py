@@ -1,0 +1,588 @@
+"""Rows that come after the training, or leave it (`condition`, `remove`), against dense linear algebra."""
+
+import dataclasses
+import functools
+
+from guides import GUIDES, OnBasis, initial_parameters
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from numpyro import handlers
+import numpyro.distributions as dist
+from numpyro.infer import SVI, init_to_value
+from numpyro.infer.autoguide import AutoDelta
+import optax
+import oracles
+from problems import converged
+import pytest
+from scipy.special import loggamma
+from scipy.stats import norm
+
+import numpyro_sgp as sgp
+from numpyro_sgp.guides import members
+from numpyro_sgp.guides.conditioning import with_past
+from numpyro_sgp.posteriors.natural_parameters import JointSites, TiedSites
+
+pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.once]
+RNG = np.random.default_rng(0)
+# More inducing inputs than rows in the second batch, and fewer than in the first.
+N, FIRST, D, M, N_NEW = 14, 10, 2, 5, 3
+X, Z, X_NEW = (RNG.uniform(-1.2, 1.2, size=(rows, D)) for rows in (N, M, N_NEW))
+NOISE = RNG.uniform(0.2, 0.6, size=N)
+REALS, OTHERS = RNG.normal(size=(2, N)) + np.sin(2.0 * X[:, 0])
+COUNTS = RNG.poisson(np.exp(0.3 + X[:, 0])).astype(float)
+LENGTHSCALE, VARIANCE, MEAN, JITTER = 0.9, 1.3, 0.4, 1e-6
+HEAD, TAIL = slice(None, FIRST), slice(FIRST, None)
+KERNEL = sgp.kernels.SquaredExponential
+RTOL = 1e-8
+
+
+def gp(X, lengthscale=LENGTHSCALE, mean=MEAN):
+    kernel = KERNEL(jnp.asarray(lengthscale, X.dtype), jnp.asarray(VARIANCE, X.dtype))
+    return sgp.GaussianProcess(kernel, X, mean, jitter=JITTER)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gaussian:
+    """Gaussian noise that differs from row to row; `traces` counts how often the model is run."""
+
+    traces: list = dataclasses.field(default_factory=list)
+
+    def __call__(self, X, noise=1.0, y=None):
+        self.traces.append(None)
+        f = numpyro.sample("f", gp(X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+def poisson(X, y=None):
+    f = numpyro.sample("f", gp(X))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
+
+
+def with_a_lengthscale(X, noise=1.0, y=None):
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(np.log(LENGTHSCALE), 1.0))
+    f = numpyro.sample("f", sgp.GaussianProcess(KERNEL(lengthscale, VARIANCE), X, MEAN, jitter=JITTER))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+def two_latents(X, noise=1.0, y=None):
+    with numpyro.plate("latents", 2):
+        f = numpyro.sample("f", gp(X))
+    with numpyro.plate("outcomes", 2, dim=-2), numpyro.plate("data", X.shape[0], dim=-1):
+        numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+ALL_GUIDES = {
+    **GUIDES,
+    "trained_inducing": functools.partial(GUIDES["tied"], learn_inducing=True),
+    "weights": lambda model, Z, **options: sgp.AutoWeightSpaceGP(OnBasis(model, Z), **options),
+}
+SITE_A_ROW = ("per_datum", "dense")
+# The two forms with a site for each row take in others in the same way.
+each_guide = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.thorough) if n == "per_datum" else n for n in ALL_GUIDES]
+)
+# One with sums, one with a root, and one whose u are the values of f.
+each_kind = pytest.mark.parametrize(
+    "name", [n if n in ("tied", "dense") else pytest.param(n, marks=pytest.mark.thorough) for n in ALL_GUIDES]
+)
+
+
+def at_prior(name, model, *args):
+    """A guide, and its parameters before any data: sites of rows are those of one row, and say nothing."""
+    guide = ALL_GUIDES[name](model, Z)
+    return guide, initial_parameters(model, guide, *args)
+
+
+def rows_of(select, *arrays):
+    return tuple(array[..., select, :] if array is X else array[..., select] for array in arrays)
+
+
+def prior_blocks(rows=slice(None), X_at=X_NEW):
+    """Kuu with jitter, Kuf at rows of the data, Kun and Knn at other inputs."""
+    Kuu = oracles.with_jitter(oracles.se(Z, Z, LENGTHSCALE, VARIANCE), JITTER)
+    inputs = X[rows]
+    return tuple([Kuu] + [oracles.se(*pair, LENGTHSCALE, VARIANCE) for pair in ((Z, inputs), (Z, X_at), (X_at, X_at))])
+
+
+def dense_regression(name, y, rows=slice(None)):
+    """Mean and covariance of f(X_NEW) given rows with Gaussian noise, by dense algebra."""
+    Kuu, Kuf, Kun, Knn = prior_blocks(rows)
+    residual, noise = y[rows] - MEAN, NOISE[rows]
+    if name in ("dense", "weights"):
+        Kff, Kfn = (oracles.se(X[rows], other, LENGTHSCALE, VARIANCE) for other in (X[rows], X_NEW))
+        if name == "weights":
+            Kff, Kfn, Knn = (a.T @ np.linalg.solve(Kuu, b) for a, b in ((Kuf, Kuf), (Kuf, Kun), (Kun, Kun)))
+        V = np.linalg.solve(Kff + np.diag(noise**2), Kfn)
+        mean, covariance = V.T @ residual, Knn - V.T @ Kfn
+    else:
+        mean, covariance = oracles.conditional(*oracles.regression_posterior(Kuu, Kuf, residual, noise), Kuu, Kun, Knn)
+    return mean + MEAN, covariance
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def moments_of(guide, params, *args):
+    q = guide.posterior(jax.random.key(1), params, *(args or (X_NEW,)))["f"]
+    return q.mean, q.covariance()
+
+
+def assert_same(actual, wanted, rtol=RTOL, atol=RTOL):
+    for pair in zip(actual, wanted, strict=True):
+        np.testing.assert_allclose(*pair, rtol=rtol, atol=atol)
+
+
+# Gaussian noise.
+
+
+@each_guide
+def test_conditioning_on_one_half_then_the_other_is_the_posterior_of_all_rows_in_any_order(name):
+    model = Gaussian()
+    guide, params = at_prior(name, model, *rows_of(slice(0, 1), X, NOISE, REALS))
+    condition = jax.jit(guide.condition)
+    halves = [rows_of(half, X, NOISE, REALS) for half in (HEAD, TAIL)]
+    first = condition(params, *halves[0])
+    assert_same(moments_of(guide, first), dense_regression(name, REALS, HEAD))
+    both = condition(first, *halves[1])
+    assert_same(moments_of(guide, both), dense_regression(name, REALS))
+    if name == "tied":
+        other = condition(condition(params, *halves[1]), *halves[0])
+        assert_same(moments_of(guide, other), dense_regression(name, REALS))
+    if name not in SITE_A_ROW:
+        # Removing rows gives the posterior of the others, and undoes what they did.
+        remove = jax.jit(guide.remove)
+        assert_same(moments_of(guide, remove(both, *halves[1])), moments_of(guide, first))
+        if name == "tied":
+            assert_same(moments_of(guide, remove(both, *halves[0])), dense_regression(name, REALS, TAIL))
+
+
+@pytest.mark.thorough
+@each_guide
+def test_the_order_of_rows_does_not_matter(name):
+    guide, params = at_prior(name, Gaussian(), *rows_of(slice(0, 1), X, NOISE, REALS))
+    for half in (TAIL, HEAD):
+        params = guide.condition(params, *rows_of(half, X, NOISE, REALS))
+    assert_same(moments_of(guide, params), dense_regression(name, REALS))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n == "whitened" else pytest.param(n, marks=pytest.mark.thorough) for n in ALL_GUIDES if n != "weights"],
+)
+def test_each_of_several_latents_is_conditioned_on_its_own_outcomes(name):
+    y = np.stack([REALS, OTHERS])
+    guide, params = at_prior(name, two_latents, *rows_of(slice(0, 1), X, NOISE, y))
+    for half in (HEAD, TAIL):
+        params = jax.jit(guide.condition)(params, *rows_of(half, X, NOISE, y))
+    wanted = [dense_regression(name, own) for own in y]
+    assert_same(moments_of(guide, params), [np.stack(each) for each in zip(*wanted, strict=True)])
+
+
+def test_other_latents_stay_at_their_point_estimates():
+    start = init_to_value(values={"lengthscale": LENGTHSCALE})
+    guide = sgp.AutoTSVGP(with_a_lengthscale, Z, base=functools.partial(AutoDelta, init_loc_fn=start))
+    params = initial_parameters(with_a_lengthscale, guide, *rows_of(HEAD, X, NOISE, REALS))
+    np.testing.assert_allclose(guide.median(params)["lengthscale"], LENGTHSCALE, rtol=1e-12)
+    after = jax.jit(guide.condition)(params, *rows_of(slice(None), X, NOISE, REALS))
+    assert_same(moments_of(guide, after), dense_regression("tied", REALS))
+    np.testing.assert_allclose(guide.median(after)["lengthscale"], LENGTHSCALE, rtol=1e-12)
+
+
+def test_sites_at_inducing_inputs_that_have_moved_are_projected_before_rows_are_added():
+    guide, params = at_prior("trained_inducing", Gaussian(), *rows_of(HEAD, X, NOISE, REALS))
+    params = jax.jit(guide.condition)(params, *rows_of(HEAD, X, NOISE, REALS))
+    lambda1, Lambda2 = (np.asarray(each) for each in (params["f_auto_sites"].lambda1, params["f_auto_sites"].Lambda2))
+    moved = Z + 0.2 * RNG.normal(size=Z.shape)
+    params["f_auto_inducing"] = dataclasses.replace(params["f_auto_inducing"], Z=jnp.asarray(moved))
+    before = moments_of(guide, params)
+    Kuu = oracles.with_jitter(oracles.se(moved, moved, LENGTHSCALE, VARIANCE), JITTER)
+    Kuv, Kuf, Kun = (oracles.se(moved, other, LENGTHSCALE, VARIANCE) for other in (Z, X[TAIL], X_NEW))
+    Knn = oracles.se(X_NEW, X_NEW, LENGTHSCALE, VARIANCE)
+    # The noise that jitter stands for moves along with them.
+    Kuv = Kuv + JITTER * VARIANCE * np.eye(M)
+    m, S = oracles.from_sites(lambda1, Lambda2, Kuu, np.linalg.solve(Kuu, Kuv).T)
+    mean, covariance = oracles.conditional(m, S, Kuu, Kun, Knn)
+    assert_same(before, (mean + MEAN, covariance), atol=1e-7)
+    V = np.linalg.solve(Kuu, Kuf)
+    S_after = np.linalg.inv(np.linalg.inv(S) + (V / NOISE[TAIL] ** 2) @ V.T)
+    m_after = S_after @ (np.linalg.solve(S, m) + V @ ((REALS[TAIL] - MEAN) / NOISE[TAIL] ** 2))
+    mean, covariance = oracles.conditional(m_after, S_after, Kuu, Kun, Knn)
+    after = jax.jit(guide.condition)(params, *rows_of(TAIL, X, NOISE, REALS))
+    assert_same(moments_of(guide, after), (mean + MEAN, covariance), atol=1e-7)
+
+
+# Other likelihoods.
+
+
+def dense_conditioned(m0, S0, Kuu, Kuf, kff, y, steps=400):
+    """The Gaussian q(u) that minimises −Σ_n E_q[log p(y_n | f_n)] + KL(q ‖ N(m0, S0)), by damped fixed-point steps."""
+
+    def log_density(f):
+        return y * f - np.exp(f) - loggamma(y + 1.0)
+
+    V = np.linalg.solve(Kuu, Kuf)
+    unexplained = kff - np.sum(V * Kuf, axis=0)
+    P0 = np.linalg.inv(S0)
+    linear, precision = np.zeros(len(y)), np.zeros(len(y))
+    for _ in range(steps):
+        S = np.linalg.inv(P0 + (V * precision) @ V.T)
+        m = S @ (P0 @ m0 + V @ linear)
+        mean, variance = V.T @ m, unexplained + np.sum(V * (S @ V), axis=0)
+        (alpha,), (by_variance,) = oracles.expectation_gradients(log_density, [mean + MEAN], [variance])
+        precision = 0.5 * precision - by_variance
+        linear = 0.5 * linear + 0.5 * (alpha - 2.0 * by_variance * mean)
+    return m, S
+
+
+def dense_counts(name, *batches):
+    """Mean and covariance of f(X_NEW) after batches of counts."""
+    u = X if name == "dense" else Z
+    Kuu = oracles.se(u, u, LENGTHSCALE, VARIANCE)
+    Kuu = Kuu + 1e-12 * np.eye(len(u)) if name == "dense" else oracles.with_jitter(Kuu, JITTER)
+    m, S = np.zeros(len(u)), Kuu
+    Kun, Knn = (oracles.se(other, X_NEW, LENGTHSCALE, VARIANCE) for other in (u, X_NEW))
+    for batch in batches:
+        Kuf = oracles.se(u, X[batch], LENGTHSCALE, VARIANCE)
+        kff = np.full(Kuf.shape[1], VARIANCE)
+        if name == "weights":
+            kff = np.sum(Kuf * np.linalg.solve(Kuu, Kuf), axis=0)
+        m, S = dense_conditioned(m, S, Kuu, Kuf, kff, COUNTS[batch])
+    mean, covariance = oracles.conditional(m, S, Kuu, Kun, Knn)
+    if name == "weights":
+        covariance = covariance - Knn + Kun.T @ np.linalg.solve(Kuu, Kun)
+    return mean + MEAN, covariance
+
+
+@each_kind
+def test_counts_give_the_gaussian_that_minimises_the_bound_of_the_new_rows(name):
+    guide, params = at_prior(name, poisson, *rows_of(slice(0, 1), X, COUNTS))
+    condition = jax.jit(guide.condition)
+    first = condition(params, *rows_of(HEAD, X, COUNTS))
+    both = condition(first, *rows_of(TAIL, X, COUNTS))
+    # Steps end where a full one changes sites by 4e-10 of the largest.
+    assert_same(moments_of(guide, both), dense_counts(name, HEAD, TAIL), rtol=1e-7, atol=1e-7)
+    if name not in SITE_A_ROW:
+        back = jax.jit(guide.remove)(both, *rows_of(TAIL, X, COUNTS))
+        assert_same(moments_of(guide, back), moments_of(guide, first), rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["tied", pytest.param("dense", marks=pytest.mark.thorough)])
+def test_an_outcome_that_nobody_believed_in_is_reached_without_a_warning(name):
+    guide, params = at_prior(name, poisson, *rows_of(slice(0, 1), X, COUNTS))
+    # At an inducing input, u leaves 1e-6 of the variance unexplained.
+    after = guide.condition(params, Z[:1], np.array([1e5]))
+    (mean,), ((variance,),) = moments_of(guide, after, Z[:1])
+    # y − exp(m + v/2) = (m − m₀)/k and 1/v = 1/k + exp(m + v/2), where quadrature has no error: v is small.
+    rate = np.exp(mean + 0.5 * variance)
+    np.testing.assert_allclose(1e5 - rate, (mean - MEAN) / VARIANCE, rtol=1e-3)
+    np.testing.assert_allclose(variance, 1.0 / (1.0 / VARIANCE + rate), rtol=0.2 if name == "tied" else 1e-6)
+
+
+# Joint posteriors.
+
+GROUP = RNG.integers(0, 4, N)
+GROUPED = REALS + RNG.normal(size=4)[GROUP]
+COEFFICIENT = 2.0  # prior standard deviation of a
+JOINT = {"tied": GUIDES["tied"], "natural": GUIDES["natural"]}
+each_joint = pytest.mark.parametrize("name", ["tied", pytest.param("natural", marks=pytest.mark.thorough)])
+NEW_GROUPS = np.array([3, 0, 2])
+
+
+# Each in one test, and in the other where all tests run.
+eliminated_by_default, kept_by_default = (
+    pytest.mark.parametrize(
+        "eliminated",
+        [
+            pytest.param(v, id=i, marks=pytest.mark.thorough if v == other else ())
+            for v, i in ((False, "all"), (True, "eliminated"))
+        ],
+        indirect=True,
+    )
+    for other in (False, True)
+)
+
+
+@pytest.fixture
+def eliminated(request, monkeypatch):
+    """Whether the effects of the groups are integrated out of the others."""
+    if request.param:
+        monkeypatch.setattr(members, "_FEWEST_EFFECTS", 2)
+    return request.param
+
+
+def predictor(X, group):
+    f = numpyro.sample("f", gp(X))
+    a = numpyro.sample("a", dist.Normal(0.3, COEFFICIENT))
+    with numpyro.plate("groups", 4):
+        effects = numpyro.sample("effects", dist.Normal(0.0, 0.8))
+    return f + a + effects[group]
+
+
+def grouped(X, group, noise=1.0, y=None):
+    eta = predictor(X, group)
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(eta, noise), obs=y)
+
+
+def with_a_scale(X, group, y=None, inside=True):
+    eta = predictor(X, group)
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    with numpyro.plate("data", X.shape[0]), handlers.mask(mask=inside):
+        numpyro.sample("y", dist.Normal(eta, scale), obs=y)
+
+
+def dense_joint(y, rows=slice(None)):
+    """Means and standard deviations of f(X_NEW), a and effects given rows with Gaussian noise."""
+    Kuu, Kuf, Kun, Knn = prior_blocks(rows)
+    H = np.concatenate([np.linalg.solve(Kuu, Kuf).T, np.ones((Kuf.shape[1], 1)), np.eye(4)[GROUP[rows]]], axis=1)
+    prior_mean = np.concatenate([np.zeros(M), [0.3], np.zeros(4)])
+    B = np.diag([COEFFICIENT**2, *[0.8**2] * 4])
+    K = np.block([[Kuu, np.zeros((M, 5))], [np.zeros((5, M)), B]])
+    S = np.linalg.inv(np.linalg.inv(K) + (H.T / NOISE[rows] ** 2) @ H)
+    m = prior_mean + S @ H.T @ ((y[rows] - MEAN - H @ prior_mean) / NOISE[rows] ** 2)
+    mean, covariance = oracles.conditional(m[:M], S[:M, :M], Kuu, Kun, Knn)
+    return np.concatenate([mean + MEAN, m[M:]]), np.sqrt(np.concatenate([np.diag(covariance), np.diag(S)[M:]]))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def summary(guide, params, *names):
+    """Means and standard deviations of f(X_NEW), a and effects, and whatever else, one after the other."""
+    upper = guide.quantiles(params, norm.cdf(1.0), X_NEW, NEW_GROUPS)
+    middle = guide.median(params, X_NEW, NEW_GROUPS)
+    each = [jnp.concatenate([jnp.ravel(v[name]) for name in ("f", "a", "effects", *names)]) for v in (middle, upper)]
+    return each[0], each[1] - each[0]
+
+
+@each_joint
+@eliminated_by_default
+def test_all_members_of_a_joint_posterior_are_conditioned_together(name, eliminated):
+    halves = slice(None, N // 2), slice(N // 2, None)
+    rows = [rows_of(half, X, GROUP, NOISE, GROUPED) for half in halves]
+    guide = JOINT[name](grouped, Z)
+    # Training starts away from the prior; sites that are zero are the prior.
+    params = initial_parameters(grouped, guide, *rows[0])
+    params = {k: jax.tree.map(jnp.zeros_like, v) if isinstance(v, JointSites) else v for k, v in params.items()}
+    # An effect has a parameter of its own where it is eliminated.
+    assert ("f_auto_effect_sites" in params) == eliminated
+    condition, remove = jax.jit(guide.condition), jax.jit(guide.remove)
+    first = condition(params, *rows[0])
+    assert_same(summary(guide, first), dense_joint(GROUPED, halves[0]))
+    both = condition(first, *rows[1])
+    assert_same(summary(guide, both), dense_joint(GROUPED))
+    assert_same(summary(guide, remove(both, *rows[0])), dense_joint(GROUPED, halves[1]))
+
+
+def trained(model, guide, steps, *args):
+    svi = SVI(model, guide, sgp.NaturalGradient(0.7, optax.set_to_zero()), sgp.QuadratureELBO())
+    state = svi.init(jax.random.key(0), *args)
+    return svi.get_params(converged(svi, state, steps, *args))
+
+
+@each_joint
+@kept_by_default
+def test_the_prior_of_a_noise_scale_counts_once(name, eliminated):
+    guide = JOINT[name](with_a_scale, Z)
+    rows = [rows_of(half, X, GROUP, GROUPED) for half in (HEAD, TAIL)]
+    params = trained(with_a_scale, guide, 100, *rows[0])
+    before = summary(guide, params, "scale")
+    condition, remove = jax.jit(guide.condition), jax.jit(guide.remove)
+    outside = np.zeros(N - FIRST, bool)
+    # Training ends where its steps end, which the first number of the tolerance is for.
+    assert_same(summary(guide, condition(params, *rows[1], outside), "scale"), before, rtol=1e-7, atol=1e-7)
+    assert_same(summary(guide, remove(params, *rows[1], outside), "scale"), before)
+    after = condition(params, *rows[1], ~outside)
+    assert np.max(np.abs(summary(guide, after, "scale")[0] - before[0])) > 0.05
+    assert_same(summary(guide, remove(after, *rows[1], ~outside), "scale"), before, rtol=1e-7, atol=1e-7)
+
+
+# JAX.
+
+
+def test_it_is_a_pure_function_that_compiles_once_and_maps_over_outcomes():
+    model = Gaussian()
+    guide, before = at_prior("tied", model, *rows_of(HEAD, X, NOISE, REALS))
+    params = guide.condition(before, *rows_of(HEAD, X, NOISE, REALS))
+    # Nothing is changed in place.
+    assert before["f_auto_sites"].lambda1.tolist() == [0.0] * M
+    condition = jax.jit(guide.condition)
+    compiled = condition(before, *rows_of(HEAD, X, NOISE, REALS))
+    for pair in zip(jax.tree.leaves(params), jax.tree.leaves(compiled), strict=True):
+        np.testing.assert_allclose(*pair, rtol=1e-10, atol=1e-10)
+    runs = len(model.traces)
+    again = condition(params, *rows_of(HEAD, X, NOISE, OTHERS))
+    assert len(model.traces) == runs
+    inputs, noise = rows_of(HEAD, X, NOISE)
+    outcomes = np.stack([OTHERS, REALS - 3.0])[:, HEAD]
+    mapped = jax.jit(jax.vmap(lambda y: guide.condition(params, inputs, noise, y)["f_auto_sites"]))(outcomes)
+    each = [again, condition(params, inputs, noise, outcomes[1])]
+    for index, alone in enumerate(each):
+        for pair in zip(jax.tree.leaves(mapped), jax.tree.leaves(alone["f_auto_sites"]), strict=True):
+            np.testing.assert_allclose(pair[0][index], pair[1], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["tied", pytest.param("dense", marks=pytest.mark.thorough)])
+def test_float32_stays_float32_and_is_close_to_dense_float64(name):
+    with jax.enable_x64(False):
+        inputs, outcomes = X.astype(np.float32), COUNTS.astype(np.float32)
+        guide = ALL_GUIDES[name](poisson, Z.astype(np.float32))
+        params = initial_parameters(poisson, guide, inputs[:1], outcomes[:1])
+        after = jax.jit(guide.condition)(params, inputs, outcomes)
+        dtypes = {leaf.dtype for leaf in jax.tree.leaves(after) if jnp.issubdtype(leaf.dtype, jnp.inexact)}
+        assert dtypes == {np.dtype(np.float32)}
+        found = moments_of(guide, after, X_NEW.astype(np.float32))
+    # Rounding of 6e-8 times the condition number of Kuu, which is 1e4 at most.
+    assert_same(found, dense_counts(name, slice(None)), rtol=1e-3, atol=1e-3)
+
+
+# What is refused.
+
+
+def on_top(X, y=None):
+    f = numpyro.sample("f", gp(X))
+    g = numpyro.sample("g", gp(jnp.stack([f, f], axis=-1)))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(g, 0.3), obs=y)
+
+
+def differences(X, y=None):
+    f = numpyro.sample("f", gp(X))
+    with numpyro.plate("data", X.shape[0] - 1):
+        numpyro.sample("y", dist.Normal(f[1:] - f[:-1], 0.3), obs=None if y is None else y[1:])
+
+
+def own_base(X, noise=1.0, y=None):
+    numpyro.sample("lengthscale", dist.Delta(LENGTHSCALE))
+
+
+REFUSED = {
+    "GP on a GP": (on_top, GUIDES["tied"], ValueError, "was called for a GP on top of a GP"),
+    "several rows": (differences, GUIDES["whitened"], TypeError, "depend on several rows of the GP site 'f'"),
+    "two bases": (
+        lambda X, y=None: Gaussian()(X, 1.0, y),
+        lambda model, Z: sgp.AutoDecoupledGP(model, Z, Z),
+        TypeError,
+        "cannot take in rows after its training",
+    ),
+    "own base": (
+        lambda X, y=None: with_a_lengthscale(X, 1.0, y),
+        lambda model, Z: sgp.AutoTSVGP(model, Z, base=lambda X, y=None: own_base(X)),
+        TypeError,
+        "a base guide of your own has none",
+    ),
+}
+
+
+@pytest.mark.parametrize("method", ["condition", pytest.param("remove", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_gaussian_to_condition_is_refused(case, method):
+    model, make, error, message = REFUSED[case]
+    guide = make(model, Z)
+    params = initial_parameters(model, guide, X, REALS)
+    with pytest.raises(error, match=message):
+        getattr(guide, method)(params, X, REALS)
+
+
+@pytest.mark.parametrize("name", SITE_A_ROW)
+def test_a_posterior_made_for_its_rows_does_not_lose_them(name):
+    guide, params = at_prior(name, Gaussian(), *rows_of(HEAD, X, NOISE, REALS))
+    with pytest.raises(TypeError, match="is made for the rows of X, with a site for each"):
+        guide.remove(params, *rows_of(HEAD, X, NOISE, REALS))
+
+
+def test_it_warns_where_steps_have_not_converged():
+    guide, params = at_prior("tied", poisson, *rows_of(HEAD, X, COUNTS))
+    with pytest.warns(UserWarning, match="`condition` took 3 evaluations and its steps still change the posterior"):
+        guide.condition(params, *rows_of(HEAD, X, COUNTS), num_steps=3)
+
+
+def refuses_or_makes_nan(guide, method, params, *rows):
+    """NaN in the last of the rows' arrays is refused where it has a value, else all that is known becomes NaN."""
+    rows = (*rows[:-1], np.where(np.arange(FIRST) == 4, np.nan, rows[-1]))
+    with pytest.raises(ValueError, match="1 entries that are NaN"):
+        getattr(guide, method)(params, *rows)
+    return jax.jit(getattr(guide, method))(params, *rows)
+
+
+@pytest.mark.parametrize("method", ["condition", "remove"])
+def test_outcomes_that_are_nan_are_not_passed_over(method):
+    rows = rows_of(HEAD, X, NOISE, REALS)
+    guide, params = at_prior("tied", Gaussian(), *rows)
+    after = refuses_or_makes_nan(guide, method, params, *rows)
+    assert np.all(np.isnan(moments_of(guide, after)[0]))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", ["condition", "remove"])
+def test_outcomes_that_are_nan_are_not_passed_over_by_a_joint_posterior(method):
+    rows = rows_of(HEAD, X, GROUP, NOISE, GROUPED)
+    guide = GUIDES["tied"](grouped, Z)
+    params = initial_parameters(grouped, guide, *rows)
+    after = refuses_or_makes_nan(guide, method, params, *rows)
+    assert np.all(np.isnan(after["f_auto_joint_sites"].lambda1))
+
+
+# Data that are past.
+
+
+def trained_lengthscale(X, noise=1.0, y=None):
+    lengthscale = numpyro.param("lengthscale", LENGTHSCALE)
+    f = numpyro.sample("f", gp(X, jnp.asarray(lengthscale)))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+def dense_bound_with_past(lengthscale, lambda1, Lambda2, linear, precision):
+    """−Σ_n E_q[log p(y_n | f_n)] + KL(q ‖ p) − E_q[log t(u)] with q(u) ∝ p(u) exp(λ₁ᵀu − ½uᵀΛ₂u)."""
+
+    def k(a, b):
+        difference = (a[:, None] - b[None]) / lengthscale
+        return VARIANCE * jnp.exp(-0.5 * jnp.sum(difference**2, axis=-1))
+
+    Kuu, Kuf = k(Z, Z) + JITTER * VARIANCE * jnp.eye(M), k(Z, X[TAIL])
+    S = jnp.linalg.inv(jnp.linalg.inv(Kuu) + Lambda2)
+    m, V = S @ lambda1, jnp.linalg.solve(Kuu, Kuf)
+    variance = VARIANCE - jnp.sum(V * Kuf, axis=0) + jnp.sum(V * (S @ V), axis=0)
+    noise = NOISE[TAIL]
+    ell = -0.5 * ((REALS[TAIL] - MEAN - V.T @ m) ** 2 + variance) / noise**2 - jnp.log(noise * np.sqrt(2.0 * np.pi))
+    kl = 0.5 * (jnp.trace(jnp.linalg.solve(Kuu, S)) + m @ jnp.linalg.solve(Kuu, m) - M)
+    kl = kl + 0.5 * (jnp.linalg.slogdet(Kuu)[1] - jnp.linalg.slogdet(S)[1])
+    return -jnp.sum(ell) + kl - (linear @ m - 0.5 * (m @ precision @ m + jnp.trace(precision @ S)))
+
+
+def random_sites(seed):
+    rng = np.random.default_rng(seed)
+    root = rng.normal(size=(M, M - 1))
+    return rng.normal(size=M), root @ root.T  # one direction of which nothing is known
+
+
+def test_past_sites_count_with_the_divergence():
+    guide, params = at_prior("tied", trained_lengthscale, *rows_of(TAIL, X, NOISE, REALS))
+    (lambda1, Lambda2), past = random_sites(1), random_sites(2)
+    sites = {"f_auto_sites": TiedSites(jnp.asarray(lambda1), jnp.asarray(Lambda2))}
+    params |= with_past(sites, {"f_auto_sites": TiedSites(*map(jnp.asarray, past))})
+
+    def loss(lengthscale):
+        own = params | {"lengthscale": lengthscale}
+        rows = rows_of(TAIL, X, NOISE, REALS)
+        return sgp.QuadratureELBO().loss(jax.random.key(0), own, trained_lengthscale, guide, *rows)
+
+    value, gradient = jax.value_and_grad(loss)(0.7)
+    wanted, slope = jax.value_and_grad(dense_bound_with_past)(0.7, lambda1, Lambda2, *past)
+    np.testing.assert_allclose(value, wanted, rtol=1e-9)
+    np.testing.assert_allclose(gradient, slope, rtol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["tied", pytest.param("trained_inducing", marks=pytest.mark.thorough)])
+def test_one_full_step_with_past_sites_is_the_posterior_of_all_rows(name):
+    guide, params = at_prior(name, Gaussian(), *rows_of(HEAD, X, NOISE, REALS))
+    before = guide.condition(params, *rows_of(HEAD, X, NOISE, REALS))
+    sites = {"f_auto_sites": before["f_auto_sites"]}
+    optim = sgp.NaturalGradient(1.0, optax.set_to_zero())
+    svi = SVI(guide.model, guide, optim, sgp.QuadratureELBO())
+    state = svi.init(jax.random.key(0), *rows_of(TAIL, X, NOISE, REALS))
+    state = state._replace(optim_state=svi.optim.init({**params, **with_past(sites, sites)}))
+    state, _ = svi.update(state, *rows_of(TAIL, X, NOISE, REALS))
+    assert_same(moments_of(guide, svi.get_params(state)), dense_regression("tied", REALS))
