@@ -9,6 +9,7 @@ those of the first batch.
     python benchmarks/streaming.py --data elevators.npz bike.npz magic.npz [--peers PYTHON] [--output results]
     python benchmarks/streaming.py --data kin40k.npz --num-inducing 512 [--peers PYTHON] [--output results]
     python benchmarks/streaming.py --costs --output results
+    python benchmarks/streaming.py --nuts --output results
 """
 
 import argparse
@@ -259,6 +260,85 @@ def costs(reduced: bool) -> list[dict]:
     return table
 
 
+def against_nuts(reduced: bool) -> list[dict]:
+    """Counts with effects of groups: conditioning and a stream, beside long chains of the dense model."""
+    import jax
+    import jax.numpy as jnp
+    import numpyro
+    from numpyro.diagnostics import summary
+    import numpyro.distributions as dist
+    from numpyro.infer import MCMC, NUTS, SVI
+    import optax
+
+    import numpyro_sgp as sgp
+
+    rng, N = np.random.default_rng(0), 80
+    X, group = rng.uniform(-2.0, 2.0, (N, 1)), rng.integers(0, 5, N)
+    y = rng.poisson(np.exp(np.sin(3.0 * X[:, 0]) + rng.normal(size=5)[group] + 0.5)).astype(float)
+    kernel = sgp.kernels.Matern52(1.0)
+    L = np.linalg.cholesky(np.asarray(kernel(X, X)) + 1e-8 * np.eye(N))
+
+    def counts(f, group, y):
+        level = numpyro.sample("level", dist.Normal(0.0, 2.0))
+        with numpyro.plate("groups", 5):
+            effect = numpyro.sample("effect", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", len(group)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(f + level + effect[group])), obs=y)
+
+    def model(X, group, y=None):
+        counts(numpyro.sample("f", sgp.GaussianProcess(kernel, X)), group, y)
+
+    def dense(group, y):
+        v = numpyro.sample("v", dist.Normal().expand([N]))
+        counts(numpyro.deterministic("f", L @ v), group, y)
+
+    chains = MCMC(
+        NUTS(dense),
+        num_warmup=50 if reduced else 1000,
+        num_samples=50 if reduced else 4000,
+        num_chains=2,
+        chain_method="sequential",
+        progress_bar=False,
+    )
+    chains.run(jax.random.key(0), group, y)
+    draws, found = chains.get_samples(), summary(chains.get_samples(group_by_chain=True))
+    r_hat, ess = max(np.max(v["r_hat"]) for v in found.values()), min(np.min(v["n_eff"]) for v in found.values())
+    print(f"NUTS: largest R-hat {r_hat:.4f}, smallest effective sample size {ess:.0f}")
+
+    guide = sgp.AutoTSVGP(model, np.linspace(-2.0, 2.0, 25)[:, None])
+    svi = SVI(model, guide, sgp.NaturalGradient(0.7, optax.set_to_zero()), sgp.QuadratureELBO())
+
+    def fitted(rows: int) -> dict:
+        return svi.run(jax.random.key(0), 60, X[:rows], group[:rows], y[:rows], progress_bar=False).params
+
+    def streamed(memory: int) -> dict:
+        stream = sgp.Streaming(svi, memory=memory, num_steps=15, move_inducing=False)
+        state = stream.init(jax.random.key(0), X[:10], group[:10], y[:10])
+        for start in range(0, N, 10):
+            rows = slice(start, start + 10)
+            state, _ = stream.update(state, X[rows], group[rows], y[rows])
+        return stream.get_params(state)
+
+    ways = {
+        "all rows": lambda: fitted(N),
+        "half, then `condition`": lambda: guide.condition(fitted(40), X[40:], group[40:], y[40:]),
+        "ten, then `condition`": lambda: guide.condition(fitted(10), X[10:], group[10:], y[10:]),
+        "8 batches, no memory": lambda: streamed(0),
+        "8 batches, memory of 16": lambda: streamed(16),
+    }
+    table = []
+    for name, way in ways.items():
+        params = way()
+        median, upper = guide.median(params, X, group), guide.quantiles(params, 0.8413447460685429, X, group)
+        for latent in ("f", "level", "effect"):
+            mean, sd = np.mean(draws[latent], axis=0), np.std(draws[latent], axis=0)
+            error, ratio = np.max(np.abs(median[latent] - mean) / sd), (upper[latent] - median[latent]) / sd
+            row = {"way": name, "latent": latent, "error": float(error)}
+            table.append({**row, "least": float(np.min(ratio)), "largest": float(np.max(ratio))})
+            print(f"{name:26s} {latent:7s} mean within {error:.2f} sd, sds {np.min(ratio):.3f} to {np.max(ratio):.3f}")
+    return table
+
+
 def draw(runs: dict, path: Path) -> None:
     """NLPD against the share of the stream that has been seen."""
     import matplotlib.pyplot as plt
@@ -289,6 +369,9 @@ def main(arguments: argparse.Namespace) -> None:
     numpyro.enable_x64()
     if arguments.costs:
         report("conditioning", {"table": costs(arguments.reduced)}, arguments.output)
+        return
+    if arguments.nuts:
+        report("conditioning_nuts", {"table": against_nuts(arguments.reduced)}, arguments.output)
         return
     settings = REDUCED if arguments.reduced else {**SETTINGS, "num_inducing": arguments.num_inducing}
     batches = 5 if arguments.reduced else BATCHES
@@ -331,6 +414,7 @@ if __name__ == "__main__":
     parser.add_argument("--synthetic", action="store_true", help="500 000 rows of a known function, too")
     parser.add_argument("--num-inducing", type=int, default=SETTINGS["num_inducing"])
     parser.add_argument("--costs", action="store_true", help="the times of `condition` in the place of streams")
+    parser.add_argument("--nuts", action="store_true", help="a comparison with NUTS in the place of streams")
     parser.add_argument("--peers", help="interpreter with GPyTorch")
     parser.add_argument("--reduced", action="store_true")
     parser.add_argument("--output", type=Path, help="folder for the result as JSON")

@@ -444,6 +444,7 @@ class AbstractAutoSparseGP(AutoGuide):
     def posteriors_at(
         self, params: Mapping[str, Any], values: Mapping[str, Array], args: tuple, kwargs: dict
     ) -> dict[str, SparsePosterior]:
+        """The posterior of each GP site at the model's inputs, with the latents of the base guide at given values."""
         base_trace = {
             name: {"type": "sample", "fn": numpyro.distributions.Delta(value), "value": value, "intermediates": []}
             for name, value in values.items()
