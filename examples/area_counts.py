@@ -189,15 +189,16 @@ def draw(places, by_cell, truth, fine, draws, exact, output: Path) -> None:
         if values is mean:
             figure.colorbar(image, ax=axes[0], shrink=0.9, label="log relative risk")
         elif values is sd:
-            figure.colorbar(image, ax=ax, shrink=0.9, label="sd of the log risk")
-    for name, values, color in (("this guide", draws, "C0"), ("NUTS", exact, "C1")):
-        for latent, line in (("intercept", "-"), ("slope", "--")):
-            options = {"bins": 60, "density": True, "histtype": "step", "color": color, "linestyle": line}
-            axes[1, 1].hist(np.asarray(values[latent]), **options, label=f"{latent}, {name}")
-    for value in TRUTH.values():
-        axes[1, 1].axvline(value, color="k", linewidth=0.8)
-    axes[1, 1].set(xlim=(-0.8, 2.0), yticks=[], title="intercept and slope")
-    axes[1, 1].legend(frameon=False, fontsize=7)
+            figure.colorbar(image, ax=ax, shrink=0.9, label="sd of the log risk", location="bottom")
+    for latent, value in TRUTH.items():
+        for name, values, color in (("this guide", draws, "C0"), ("NUTS", exact, "C1")):
+            options = {"bins": 60, "density": True, "histtype": "step", "color": color}
+            axes[1, 1].hist(np.asarray(values[latent]), **options, label=name if latent == "slope" else None)
+        axes[1, 1].axvline(value, color="k", linewidth=0.8, label="simulated" if latent == "slope" else None)
+    axes[1, 1].text(-0.2, 2.2, "intercept", ha="right", fontsize=8)
+    axes[1, 1].text(0.5, 2.2, "slope", fontsize=8)
+    axes[1, 1].set(xlim=(-0.8, 1.5), yticks=[], title="intercept and slope")
+    axes[1, 1].legend(frameon=False, fontsize=8)
     axes[1, 2].plot(fine["NUTS"].mean(0), mean, ".", markersize=2, label="mean")
     axes[1, 2].plot(fine["NUTS"].std(0), sd, ".", markersize=2, label="standard deviation")
     axes[1, 2].axline((0, 0), slope=1, color="k", linewidth=0.8)

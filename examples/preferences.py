@@ -10,6 +10,7 @@ on four utilities at once, by a softmax. The script compares all with NUTS and w
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+import textwrap
 from typing import Any
 import warnings
 
@@ -91,7 +92,7 @@ def fit(model: Callable, Z: np.ndarray, num_steps: int, *args: Any, **kwargs: An
     last = result.losses[-num_steps // 5 :]
     print(f"{model.__name__}: bound {-np.mean(last):.1f}, from step to step ± {np.std(last):.1f}")
     for warning in caught:
-        print(f"  warning: {warning.message}")
+        print(textwrap.fill(f"warning: {warning.message}", 100, initial_indent="  ", subsequent_indent="    "))
     return guide, result.params
 
 
@@ -175,7 +176,8 @@ def main(num_steps: int, num_samples: int, num_mcmc: int, side: int, output: Pat
 def draw(X, truth, grid, fitted, output: Path) -> None:
     """Maps of utility over both features; utilities of the drinks by this guide, by NUTS and as simulated."""
     side = round(np.sqrt(len(grid)))
-    figure, axes = plt.subplots(1, 4, figsize=(12, 3.3), layout="constrained", width_ratios=(1, 1, 1, 1.3))
+    figure = plt.figure(figsize=(10, 6.2), layout="constrained")
+    *axes, intervals = figure.subplot_mosaic("ABC;DDD", height_ratios=(1.2, 1)).values()
     maps = {"simulated": utility(grid)}
     maps |= {
         f"from {len_} {model.__name__}": fitted[model][2] for model, len_ in ((comparisons, PAIRS), (choices, SETS))
@@ -187,19 +189,17 @@ def draw(X, truth, grid, fitted, output: Path) -> None:
         ax.set(xlabel="sweetness", title=title, xlim=(0, 1), ylim=(0, 1))
         ax.title.set_fontsize("medium")
     axes[0].set_ylabel("strength")
-    figure.colorbar(image, ax=axes[:3], shrink=0.9, label="utility, centred")
+    figure.colorbar(image, ax=axes, shrink=0.9, label="utility, centred")
     order, places = np.argsort(truth), np.arange(len(truth))
     _, _, _, values, exact = fitted[choices]
     for name, each, color, shift in (("this guide", values, "C0", -0.2), ("NUTS", exact, "C1", 0.2)):
         low, median, high = np.quantile(each, [0.05, 0.5, 0.95], axis=0)[:, order]
         error = (median - low, high - median)
-        axes[3].errorbar(
-            places + shift, median, yerr=error, fmt=".", markersize=3, linewidth=0.8, color=color, label=name
-        )
-    axes[3].plot(places, truth[order], "k_", markersize=5, label="simulated")
-    axes[3].set(xlabel="drink, in order of utility", ylabel="utility, centred", title="90 % intervals, from choices")
-    axes[3].title.set_fontsize("medium")
-    axes[3].legend(frameon=False, fontsize=8)
+        intervals.errorbar(places + shift, median, yerr=error, fmt=".", color=color, label=name)
+    intervals.plot(places, truth[order], "k_", markersize=9, label="simulated")
+    intervals.set(xlabel="drink, in order of utility", ylabel="utility, centred", xlim=(-1, len(places)))
+    intervals.set_title("90 % intervals, from choices", fontsize="medium")
+    intervals.legend(frameon=False, fontsize=8)
     figure.savefig(output, dpi=110)
     print(f"figure written to {output}")
 
