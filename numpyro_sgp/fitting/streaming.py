@@ -13,23 +13,21 @@ from typing import Any, NamedTuple, cast
 import jax
 from jax import Array
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 import numpy as np
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIState
 
 from numpyro_sgp._internal.checks import at_least, positive
 from numpyro_sgp._internal.signatures import with_num_data
+from numpyro_sgp.fitting.moved_inducing import can_move, projected, projection, rung
 from numpyro_sgp.guides.conditioning import sites_of_data, sites_of_rows, with_past
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.inducing import InducingPoints, kmeans
 from numpyro_sgp.inducing.selection import pivots_of
-from numpyro_sgp.kernels.functional import AbstractFunctional
 from numpyro_sgp.losses.quadrature_elbo import Particle, QuadratureELBO
-from numpyro_sgp.math.linalg import cholesky, matmul, solve_lower, solve_lower_transposed, with_jitter
 from numpyro_sgp.optim import NaturalGradient
 from numpyro_sgp.optim.closure import all_finite
-from numpyro_sgp.posteriors.natural_parameters import AbstractSites, EffectSites, TiedSites
+from numpyro_sgp.posteriors.natural_parameters import AbstractSites, TiedSites
 
 __all__ = ["Streaming", "StreamingState"]
 
@@ -297,7 +295,7 @@ class Streaming:
         moved = {}
         for site, (kernel, X) in sites.items():
             name = f"{site}_{self.svi.guide.prefix}_inducing"
-            if not _can_move(params[name], X, jax.eval_shape(kernel, X)):
+            if not can_move(params[name], X, jax.eval_shape(kernel, X)):
                 continue
             Z, M = np.asarray(params[name].Z), params[name].num_inducing
             most = self.max_inducing or M
@@ -308,7 +306,7 @@ class Streaming:
             together = np.concatenate([Z, found])
             if self.max_inducing is not None:
                 needed = len(pivots_of(kernel, together, min(most, len(together)), self.tolerance))
-                M = _rung(M, needed, most, len(together))
+                M = rung(M, needed, most, len(together))
             chosen = pivots_of(kernel, together, M, 0.0)
             # Where these explain everything, the others are as good as any.
             rest = np.setdiff1d(np.arange(len(together)), chosen)
@@ -328,14 +326,14 @@ class Streaming:
         for site, q in posteriors.items():
             name = f"{site}_{guide.prefix}_inducing"
             if name in inducing:
-                B = _projection(params[name], inducing[name], q.prior.kernel, q.prior.relative_jitter)
+                B = projection(params[name], inducing[name], q.prior.kernel, q.prior.relative_jitter)
                 maps[site] = jnp.broadcast_to(B, (*q.batch_shape, *B.shape[-2:]))
         result, before = {**params, **inducing}, past
         past = dict(past)
         for site, B in maps.items():
             name = f"{site}_{guide.prefix}_sites"
             if name in past:
-                result[name], past[name] = (_projected(value, B) for value in (params[name], before[name]))
+                result[name], past[name] = (projected(value, B) for value in (params[name], before[name]))
         for group in groups:
             spans = {site: posteriors[site].joint_run.gaussian.spans[site] for site in group.sites}
             size = sum(C * M for _, C, M in spans.values())
@@ -350,7 +348,7 @@ class Streaming:
             for symbol in ("joint_sites", "effect_sites"):
                 name = f"{group.sites[0]}_{guide.prefix}_{symbol}"
                 if name in past:
-                    result[name], past[name] = (_projected(value, B) for value in (params[name], before[name]))
+                    result[name], past[name] = (projected(value, B) for value in (params[name], before[name]))
         return result, past
 
     def _forgotten(self, params: dict[str, Any], past: Sites, rows: Rows, *, kwargs: tuple) -> Sites:
@@ -358,12 +356,6 @@ class Streaming:
         given = self._kwargs(rows, kwargs)
         found = sites_of_rows(self.svi.guide, params, rows, given, "Streaming", cast(QuadratureELBO, self.svi.loss))
         return {name: _sum(value, found[name]) for name, value in past.items()}
-
-
-def _can_move(inducing: Any, X: Any, variance: Any) -> bool:
-    """Whether inducing inputs can be chosen among rows of X, given the shape of the prior variance there."""
-    points = isinstance(inducing, InducingPoints) and inducing.Z.ndim == 2
-    return points and not isinstance(X, AbstractFunctional) and len(variance.shape) == 1
 
 
 def num_rows(args: Rows) -> int:
@@ -390,31 +382,3 @@ def _scaled(sites: TiedSites, factor: float) -> TiedSites:
 
 def _sum(one: TiedSites, other: TiedSites) -> TiedSites:
     return dataclasses.replace(one, lambda1=one.lambda1 + other.lambda1, Lambda2=one.Lambda2 + other.Lambda2)
-
-
-def _projected(sites: TiedSites, B: Array) -> TiedSites:
-    """Sites at u = B u′."""
-    if isinstance(sites, EffectSites):
-        both = jnp.concatenate([sites.Lambda2[:, :1], matmul(sites.Lambda2[:, 1:], B)], axis=-1)
-        return dataclasses.replace(sites, Lambda2=both, past=None)
-    lambda1 = jnp.sum(sites.lambda1[..., None] * B, axis=-2)
-    Lambda2 = matmul(jnp.swapaxes(B, -1, -2), matmul(sites.Lambda2, B))
-    return dataclasses.replace(sites, lambda1=lambda1, Lambda2=Lambda2, past=None)
-
-
-def _projection(old: InducingPoints, new: InducingPoints, kernel: Any, jitter: ArrayLike) -> Array:
-    """B with E[u | u′] = B u′, (..., M, M′); rows of an identity for inducing inputs that stay."""
-    K = with_jitter(new.Kuu(kernel), jitter)
-    same = jnp.all(old.Z[:, None, :] == new.Z, axis=-1)
-    L = cholesky(K)
-    B = solve_lower_transposed(L, solve_lower(L, new.Kuv(kernel, old)))
-    return jnp.where(jnp.any(same, axis=-1)[:, None], same.astype(K.dtype), jnp.swapaxes(B, -1, -2))
-
-
-def _rung(M: int, needed: int, most: int, available: int) -> int:
-    """The number of inducing inputs: on a ladder, since each number compiles anew."""
-    if needed > M:
-        M = max(needed, M + M // 2)
-    elif needed < M // 2:
-        M = max(needed, M // 2)
-    return min(M, most, available)
