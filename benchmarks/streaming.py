@@ -3,11 +3,13 @@
 Each data set comes in 50 batches, shuffled or sorted by the first input. `Streaming` sees each batch once. The same
 guide is trained on all rows by minibatches (`fit`), with as many inducing inputs. Measured is the mean negative log
 predictive density (NLPD) of test rows after each batch. With `--peers`, GPyTorch's online variational conditioning
-(`get_fantasy_model`) takes the same batches, where the outcomes are numbers; hyperparameters and inducing inputs are
-those of the first batch.
+(`get_fantasy_model`) takes the same batches of the data sets that are in the results already, where the outcomes are
+numbers; hyperparameters and inducing inputs are those of the first batch.
 
-    python benchmarks/streaming.py --data elevators.npz bike.npz magic.npz [--peers PYTHON] [--output results]
-    python benchmarks/streaming.py --data kin40k.npz --num-inducing 512 [--peers PYTHON] [--output results]
+    python benchmarks/streaming.py --data elevators.npz bike.npz magic.npz --output results
+    python benchmarks/streaming.py --data kin40k.npz --num-inducing 512 --output results
+    python benchmarks/streaming.py --synthetic --output results
+    python benchmarks/streaming.py --data elevators.npz bike.npz kin40k.npz --peers PYTHON --output results
     python benchmarks/streaming.py --costs --output results
     python benchmarks/streaming.py --nuts --output results
 """
@@ -194,7 +196,7 @@ def peer(python: str, parts, data, Xt, yt, settings: dict) -> dict:
         path = Path(folder) / "stream.npz"
         ends = np.cumsum([len(part) for part in parts])
         np.savez(path, X=X[rows], y=y[rows], Xt=Xt, yt=yt, Z=np.asarray(Z), ends=ends)
-        command = [python, __file__, "--child", str(path)]
+        command = [python, __file__, "--child", str(path), "--settings", json.dumps(settings)]
         result = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=False)
     if result.returncode:
         raise RuntimeError(f"GPyTorch failed:\n{result.stderr}")
@@ -380,28 +382,28 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.reduced:
         sets = {"synthetic": synthetic(100)}
     elif arguments.synthetic:
-        sets["synthetic"] = synthetic(500_000)
+        sets["synthetic, 500 000 rows"] = synthetic(500_000)
     for name, (X, y, Xt, yt) in sets.items():
         binary = bool(np.isin(y, (0.0, 1.0)).all())
-        model = make_model(X.shape[1], binary)
-        run: dict = {
-            "rows": len(X),
-            "settings": settings,
-            "all_rows": on_all_rows(model, (X, y), Xt, yt, binary, settings),
-        }
-        run["numpyro_sgp"] = {}
-        print(f"{name}: {len(X)} rows, all rows {run['all_rows']['nlpd']:.4f}", flush=True)
-        for order in ("shuffled", "sorted"):
-            parts = split(X, batches, order)
-            found = run["numpyro_sgp"][order] = in_batches(model, parts, (X, y), Xt, yt, binary, settings)
-            line = (
-                f"  {order}: {found['nlpd']:.4f}, {found['seconds_a_batch']:.2f} s a batch, refused {found['refused']}"
-            )
-            print(line, flush=True)
-            if arguments.peers and not binary:
-                other = peer(arguments.peers, parts, (X, y), Xt, yt, settings)
+        parts = {order: split(X, batches, order) for order in ("shuffled", "sorted")}
+        if arguments.peers:
+            if binary:
+                continue
+            run = runs[name]
+            for order in parts:
+                other = peer(arguments.peers, parts[order], (X, y), Xt, yt, run["settings"])
                 run.setdefault("gpytorch", {})[order] = other
-                print(f"  {order}, GPyTorch: {other['nlpd']:.4f} {other['failed'] or ''}", flush=True)
+                print(f"{name} {order}, GPyTorch: {other['nlpd']:.4f} {other['failed'] or ''}", flush=True)
+        else:
+            model = make_model(X.shape[1], binary)
+            run = {"rows": len(X), "settings": settings, "numpyro_sgp": {}}
+            run["all_rows"] = on_all_rows(model, (X, y), Xt, yt, binary, settings)
+            print(f"{name}: {len(X)} rows, all rows {run['all_rows']['nlpd']:.4f}", flush=True)
+            for order in parts:
+                found = in_batches(model, parts[order], (X, y), Xt, yt, binary, settings)
+                run["numpyro_sgp"][order] = found
+                seconds = f"{found['seconds_a_batch']:.2f} s a batch"
+                print(f"  {order}: {found['nlpd']:.4f}, {seconds}, refused {found['refused']}", flush=True)
         runs[name] = run
         report("streaming", {"settings": {"batches": batches}, "runs": runs}, arguments.output)
     if arguments.figure:
@@ -415,13 +417,14 @@ if __name__ == "__main__":
     parser.add_argument("--num-inducing", type=int, default=SETTINGS["num_inducing"])
     parser.add_argument("--costs", action="store_true", help="the times of `condition` in the place of streams")
     parser.add_argument("--nuts", action="store_true", help="a comparison with NUTS in the place of streams")
-    parser.add_argument("--peers", help="interpreter with GPyTorch")
+    parser.add_argument("--peers", help="interpreter with GPyTorch, for data sets in the results")
     parser.add_argument("--reduced", action="store_true")
     parser.add_argument("--output", type=Path, help="folder for the result as JSON")
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--settings", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child_of_gpytorch(options.child, SETTINGS)
+        child_of_gpytorch(options.child, options.settings)
     else:
         main(options)

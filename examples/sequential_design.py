@@ -9,6 +9,7 @@ conditioned on them, too. Hyperparameters are fitted again every few rounds only
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 import time
 
@@ -19,6 +20,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import SVI
+from numpyro.infer.autoguide import AutoDelta
 import optax
 
 import numpyro_sgp as sgp
@@ -48,9 +50,15 @@ def model(X, y=None):
 
 
 inducing = np.stack(np.meshgrid(np.linspace(0.0, 1.0, 11), np.linspace(0.0, 1.0, 11)), axis=-1).reshape(-1, 2)
-guide = sgp.AutoTSVGP(model, inducing=inducing)
+guide = sgp.AutoTSVGP(model, inducing=inducing, base=AutoDelta)
 svi = SVI(model, guide, sgp.NaturalGradient(0.5, optax.adam(2e-2)), sgp.QuadratureELBO())
-CONDITION = jax.jit(guide.condition)
+condition = jax.jit(guide.condition)
+
+
+@partial(jax.jit, static_argnames="num_steps")
+def fit(rng_key, X, y, num_steps, params=None):
+    """Fitted parameters; compiled once for each number of counts."""
+    return svi.run(rng_key, num_steps, X, y, progress_bar=False, init_params=params).params
 
 
 def posterior(params):
@@ -76,7 +84,7 @@ def make_choice(num_fantasies: int):
     def choose(params, rng_key):
         # A fantasy has sites of its own; all else is the same in each.
         axes = {name: 0 if name == "f_auto_sites" else None for name in params}
-        condition = jax.vmap(guide.condition, (axes, None, 0), axes)
+        condition_each = jax.vmap(guide.condition, (axes, None, 0), axes)
         sites = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_fantasies, *x.shape)), params["f_auto_sites"])
         fantasies = {**params, "f_auto_sites": sites}
         chosen = [candidates[expected_improvement(params).argmax()][None]]
@@ -85,7 +93,7 @@ def make_choice(num_fantasies: int):
             draw = jax.vmap(lambda key, p: guide.posterior(key, p, chosen[-1])["f"].sample(key), (0, axes))
             f = draw(jax.random.split(key_f, num_fantasies), fantasies)
             counts = jax.random.poisson(key_y, jnp.exp(f)).astype(f.dtype)
-            fantasies = condition(fantasies, chosen[-1], counts)
+            fantasies = condition_each(fantasies, chosen[-1], counts)
             improvement = jax.vmap(expected_improvement, (axes,))(fantasies).mean(axis=0)
             chosen.append(candidates[improvement.argmax()][None])
         return jnp.concatenate(chosen)
@@ -98,17 +106,17 @@ def search(choose, num_rounds: int, num_steps: int, every: int, seed: int):
     rng = np.random.default_rng(seed)
     X = CANDIDATES[rng.choice(len(CANDIDATES), START, replace=False)]
     y = rng.poisson(np.exp(log_rate(X))).astype(float)
-    params = svi.run(jax.random.key(seed), num_steps, X, y, progress_bar=False).params
+    params = fit(jax.random.key(seed), X, y, num_steps)
     seconds = []
     for number in range(num_rounds):
         start = time.perf_counter()
         X_new = np.asarray(choose(params, jax.random.key(number)))
         y_new = rng.poisson(np.exp(log_rate(X_new))).astype(float)
-        params = jax.block_until_ready(CONDITION(params, X_new, y_new))
+        params = jax.block_until_ready(condition(params, X_new, y_new))
         seconds.append(time.perf_counter() - start)
         X, y = np.concatenate([X, X_new]), np.concatenate([y, y_new])
         if (number + 1) % every == 0:
-            params = svi.run(jax.random.key(seed), num_steps, X, y, progress_bar=False, init_params=params).params
+            params = fit(jax.random.key(seed), X, y, num_steps, params)
     return X, params, seconds[1:]
 
 
@@ -134,19 +142,22 @@ def main(num_rounds: int, num_steps: int, num_fantasies: int, every: int, num_ru
     X, params, _ = runs[0]
     figure, axes = plt.subplots(1, 3, figsize=(10.0, 3.2), layout="constrained")
     truth, fitted = np.exp(log_rate(CANDIDATES)), np.exp(np.asarray(posterior(params)[0]))
-    for ax, values, title in ((axes[0], truth, "rate"), (axes[1], fitted, "posterior and counts")):
+    for ax, values, title in ((axes[0], truth, "true rate"), (axes[1], fitted, "median of the rate, and counts")):
         shown = ax.pcolormesh(SIDE, SIDE, values.reshape(21, 21), vmin=0.0, vmax=truth.max(), cmap="Blues")
-        ax.set(title=title, xlabel="input 1", ylabel="input 2", aspect="equal")
+        ax.set(title=title, xlabel="input 1", aspect="equal")
+    axes[0].set_ylabel("input 2")
     figure.colorbar(shown, ax=axes[1])
-    dots = axes[1].scatter(*X.T, c=np.arange(len(X)), cmap="autumn", s=14, edgecolors="k", linewidths=0.4)
-    dots.set_clip_on(False)
+    for rows, colour, name in ((X[:START], "w", "at random"), (X[START:], "C1", "chosen")):
+        dots = axes[1].scatter(*rows.T, color=colour, s=14, edgecolors="k", linewidths=0.4, label=name)
+        dots.set_clip_on(False)
+    axes[1].legend(fontsize="small", loc="upper left")
     for curves, colour, name in ((random, "0.5", "random"), (ours, "C1", "improvement")):
         low, median, high = np.quantile(curves, [0.1, 0.5, 0.9], axis=0)
         axes[2].fill_between(np.arange(1, size + 1), low, high, color=colour, alpha=0.25, linewidth=0.0)
         axes[2].plot(np.arange(1, size + 1), median, color=colour, label=name)
     axes[2].axvline(START, color="k", linestyle="--", linewidth=0.8)
-    axes[2].set(xlabel="counts", ylabel="highest rate so far", title="search", ylim=(0.0, 1.25 * truth.max()))
-    axes[2].legend(frameon=False, fontsize="small", loc="upper left")
+    axes[2].set(xlabel="counts", ylabel="highest rate so far", title="search", ylim=(0.0, 1.05 * truth.max()))
+    axes[2].legend(frameon=False, fontsize="small", loc="lower right")
     figure.savefig(output, dpi=120)
     print(f"figure written to {output}")
 
@@ -156,5 +167,5 @@ if __name__ == "__main__":
     parser.add_argument("--smoke", action="store_true", help="two rounds, to see that everything runs")
     parser.add_argument("--output", type=Path, default=Path("sequential_design.png"))
     arguments = parser.parse_args()
-    effort = (2, 20, 4, 2, 1) if arguments.smoke else (10, 200, 16, 5, 5)
+    effort = (2, 20, 4, 2, 1) if arguments.smoke else (10, 200, 16, 5, 20)
     main(*effort, arguments.output)

@@ -5,7 +5,8 @@ quadrature, row by row. Latents that enter in another way (a scale, a degree of 
 nodes of their own, and the predictors given each of these.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 import warnings
 
@@ -21,14 +22,14 @@ from numpyro_sgp.guides.handlers import is_missing_outcome
 from numpyro_sgp.guides.joint import JointRun, expected_reference
 from numpyro_sgp.guides.members import log_densities
 from numpyro_sgp.losses.picked_rows import picked_variance
+from numpyro_sgp.losses.predictors import Conditional, expected
 from numpyro_sgp.losses.terms import Root, Term, Terms
 from numpyro_sgp.math.linalg import cholesky, solve_lower
 from numpyro_sgp.math.quadrature import product_grid, spherical_radial
 from numpyro_sgp.posteriors.joint.effects import Loading
 from numpyro_sgp.posteriors.joint.predictors import Columns, Predictor
-from numpyro_sgp.posteriors.moments import standard_deviation
 
-__all__ = ["Conditional", "JointExpectation", "Predictors"]
+__all__ = ["JointExpectation", "Predictors"]
 
 # Nodes for one latent that is not in a linear predictor, for each of two, and the most latents that have nodes.
 _NODES_OF_ONE, _NODES_OF_TWO, _MOST_WITH_NODES = 8, 5, 32
@@ -58,29 +59,6 @@ def _flat(predictor: Predictor, variance: Array) -> tuple[Array, ...]:
     """What `JointGaussian.posterior` asks for, of a predictor of any shape."""
     c, index = predictor.loading
     return predictor.k.reshape(predictor.k.shape[0], -1), variance.ravel(), c.ravel(), index.ravel()
-
-
-class Conditional(NamedTuple):
-    """The F linear predictors that each entry of a term looks at, given the latents that have nodes.
-
-    Attributes:
-        mean: (rows, F).
-        covariance: (rows, F, F).
-        explained: what of the covariance z and the effects of groups explain, (rows, F, F), as a function without
-            arguments, for training does not need it. The rest is the prior's.
-        log_density: the entries of the term, as a function of displacements of the predictors from their means,
-            (rows, F).
-        num_shared: how many of the first axes of the rows some predictor does not have: rows along them share it.
-        scale: the size of the variances that the covariance was computed from, (rows, F): its rounding error is
-            relative to them.
-    """
-
-    mean: Array
-    covariance: Array
-    explained: Callable[[], Array]
-    log_density: Callable[[Array], Array]
-    num_shared: int
-    scale: Array
 
 
 class Predictors(NamedTuple):
@@ -323,21 +301,7 @@ class JointExpectation:
     ) -> Array:
         """The expectation over the linear predictors, given the latents that have nodes."""
         given = self._conditional(term, known, node, w)
-        if not term.roots:
-            return jnp.sum(given.log_density(given.mean))
-        ndim, covariance = given.mean.ndim - 1, given.covariance
-        z, weights = self._rows(term, given, rng_key)
-
-        def at(z: Array) -> Array:
-            return jnp.sum(given.log_density(z))
-
-        if covariance.shape[-1] <= 2 or any(len(root.rows) < ndim for root in term.roots):
-            return jnp.sum(weights * jax.vmap(at)(z))
-        # A quadratic function is a control variate: draws are for the rest. Pairs of draws have no odd part.
-        other, _ = self._rows(term, given, jax.random.fold_in(rng_key, 1))
-        H = jax.lax.stop_gradient(jnp.mean(jax.lax.map(lambda z: _hessian(at, z), other), axis=0))
-        rest = jax.vmap(lambda z: at(z) - 0.5 * jnp.einsum("...f,...fg,...g->", z, H, z))(z)
-        return jnp.sum(weights * rest) + 0.5 * jnp.sum(H * covariance)
+        return expected(given, self.num_nodes, self.num_samples, rng_key)
 
     def _conditional(
         self,
@@ -390,10 +354,7 @@ class JointExpectation:
         covariance = self._covariances(term, found, gains, ndim)
         rows = covariance.shape[:-2]
 
-        def together(values: Mapping[int, Array]) -> Array:
-            parts = [root.arranged(values[root.number], ndim) for root in term.roots]
-            return jnp.concatenate([jnp.broadcast_to(part, (*rows, part.shape[-1])) for part in parts], axis=-1)
-
+        together = partial(_together, term.roots, rows)
         scale = {
             n: predictor.prior_covariance(predictor) + columns.variance for n, (predictor, columns) in found.items()
         }
@@ -414,12 +375,7 @@ class JointExpectation:
         rows: tuple[int, ...],
     ) -> Array:
         """What of these covariances z and the effects of groups explain, (rows, F, F)."""
-
-        def together(values: Mapping[int, Array]) -> Array:
-            parts = [root.arranged(values[root.number], len(rows)) for root in term.roots]
-            shapes = [(*part.shape[: -len(rows) - 1], *rows, part.shape[-1]) for part in parts]
-            return jnp.concatenate([jnp.broadcast_to(*pair) for pair in zip(parts, shapes, strict=True)], axis=-1)
-
+        together = partial(_together, term.roots, rows)
         fields = zip(*(found[root.number][1] for root in term.roots), strict=True)
         numbers = [root.number for root in term.roots]
         columns = Columns(*(together(dict(zip(numbers, field, strict=True))) for field in fields))
@@ -485,39 +441,12 @@ class JointExpectation:
         covariance = _joined(rows)
         return covariance + gaussian.floored(_joined(perturbations)) if sampled else covariance
 
-    def _rows(self, term: Term, given: Conditional, rng_key: Array) -> tuple[Array, Array]:
-        """Displacements of the predictors from their means, (K, rows, F), and weights, (K,)."""
-        covariance, ndim = given.covariance, given.mean.ndim - 1
-        F, dtype = covariance.shape[-1], covariance.dtype
-        if F <= 2:
-            nodes, weights = (jnp.asarray(each, dtype) for each in product_grid(self.num_nodes, F))
-            first = standard_deviation(covariance[..., 0, 0])
-            if F == 1:
-                return first[..., None] * nodes.reshape(-1, *(1,) * ndim, 1), weights
-            x, y = (nodes[:, axis].reshape(-1, *(1,) * ndim) for axis in range(2))
-            slope = covariance[..., 1, 0] / jnp.where(first > 0.0, first, 1.0)
-            rest = covariance[..., 1, 1] - slope * slope
-            second = standard_deviation(jnp.maximum(rest, 0.0))
-            return jnp.stack(jnp.broadcast_arrays(first * x, slope * x + second * y), axis=-1), weights
-        jitter = 10.0 * F * jnp.finfo(dtype).eps * given.scale
-        L = cholesky(covariance + jitter[..., None] * jnp.eye(F, dtype=dtype))
-        full = all(len(root.rows) == ndim for root in term.roots)
-        shape = (self.num_samples // 2, *(covariance.shape[:-2] if full else (1,) * ndim), F)
-        half = jax.random.normal(rng_key, shape, dtype)
-        noise = jnp.concatenate([half, -half])
-        z = jnp.sum(L * noise[..., None, :], axis=-1)
-        return z, jnp.full(self.num_samples, 1.0 / self.num_samples, dtype)
 
-
-def _hessian(fn: Callable[[Array], Array], at: Array) -> Array:
-    """Second derivatives, (rows, F, F), of a sum of functions of one row each, (rows, F)."""
-
-    def column(d: Array) -> Array:
-        tangent = jnp.zeros_like(at).at[..., d].set(1.0)
-        return jax.jvp(jax.grad(fn), (at,), (tangent,))[1]
-
-    F = at.shape[-1]
-    return jnp.moveaxis(jax.lax.map(column, jnp.arange(F), batch_size=min(F, 32)), 0, -1)
+def _together(roots: Sequence[Root], rows: tuple[int, ...], values: Mapping[int, Array]) -> Array:
+    """What there is of each predictor, by number of its root, side by side for each row: (..., rows, F)."""
+    parts = [root.arranged(values[root.number], len(rows)) for root in roots]
+    shapes = [(*part.shape[: -len(rows) - 1], *rows, part.shape[-1]) for part in parts]
+    return jnp.concatenate([jnp.broadcast_to(*pair) for pair in zip(parts, shapes, strict=True)], axis=-1)
 
 
 def _sampled(term: Term, count: int, num_samples: int) -> str:
