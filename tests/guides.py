@@ -88,6 +88,10 @@ ONE_SITE_A_ROW = ["per_datum", "dense"]
 NATURAL = ["natural", "tied", "per_datum", "dense"]
 
 
+# The bound for any likelihood, which is not the tighter one with Gaussian noise: what dense formulas have.
+LOOSE = sgp.QuadratureELBO(bound="titsias")
+
+
 def optimizer(guide_name, step_size=0.5, learning_rate=1e-2):
     """What a user takes for that guide."""
     others = optax.adam(learning_rate)

@@ -72,6 +72,12 @@ def titsias_bound(Kuu, Kuf, kff, residual, noise):
     return dtc_evidence(Kuu, Kuf, kff, residual, noise) - 0.5 * np.sum((kff - np.diag(Q)) / noise**2)
 
 
+def tight_bound(Kuu, Kuf, kff, residual, noise):
+    """log N(y − mean | 0, Qff + σ²I) − ½ Σ_n log(1 + (k_nn − q_nn)/σ²) (Titsias 2025), σ a number or one a row."""
+    Q = Kuf.T @ np.linalg.solve(Kuu, Kuf)
+    return dtc_evidence(Kuu, Kuf, kff, residual, noise) - 0.5 * np.sum(np.log(1.0 + (kff - np.diag(Q)) / noise**2))
+
+
 def dtc_evidence(Kuu, Kuf, kff, residual, noise):
     """log N(y − mean | 0, Qff + diag σ²)."""
     Q = Kuf.T @ np.linalg.solve(Kuu, Kuf)

@@ -6,7 +6,8 @@ import importlib.util
 import math
 
 import arviz as az
-from guides import GUIDES, MINIBATCH, POSTERIORS, arbitrary_parameters, optimizer
+from grids import representative
+from guides import GUIDES, LOOSE, MINIBATCH, POSTERIORS, arbitrary_parameters, optimizer
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -198,7 +199,7 @@ def test_the_importance_ratio_of_an_exact_posterior_is_the_evidence_at_every_dra
 def test_the_mean_importance_ratio_is_the_bound(name):
     guide, data, params = converted(name)
     ratio = values(data, "sample_stats", "lp") - values(data, "sample_stats", "log_q")
-    bound = -sgp.QuadratureELBO().loss(jax.random.key(0), params, gaussian, guide, X, y)
+    bound = -LOOSE.loss(jax.random.key(0), params, gaussian, guide, X, y)
     assert abs(np.mean(ratio) - bound) < 5 * np.std(ratio) / math.sqrt(2000)
     kl = guide.posterior(jax.random.key(0), params, X)["f"].kl
     log_q = values(data, "sample_stats", "log_q")
@@ -206,7 +207,7 @@ def test_the_mean_importance_ratio_is_the_bound(name):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("base", [AutoNormal, AutoMultivariateNormal])
+@pytest.mark.parametrize("base", representative([AutoNormal, AutoMultivariateNormal], [AutoNormal]))
 def test_densities_of_hyperparameters_are_those_of_prior_and_guide(base):
     data, params = arbitrary(hierarchical, GUIDES["whitened"](hierarchical, Z, base=base), X, y)
     posterior = {site: values(data, "posterior", site) for site in ("noise", "lengthscale", "f")}
@@ -455,7 +456,7 @@ def check_batches(data, guide, params, model, args):
         np.where(within, q.covariance(), T.T @ T) + NOISE**2 * np.eye(N),
     )
     ratio = values(data, "sample_stats", "lp") - values(data, "sample_stats", "log_q")
-    bound = -sgp.QuadratureELBO().loss(jax.random.key(0), params, gaussian, guide, X, y)
+    bound = -LOOSE.loss(jax.random.key(0), params, gaussian, guide, X, y)
     assert abs(np.mean(ratio) - bound) < 5 * np.std(ratio) / math.sqrt(len(ratio))
 
 

@@ -1,5 +1,6 @@
 """Hyperparameters with a posterior: q(θ) q(u | θ) against long NUTS runs of the exact model, and against type II."""
 
+from guides import LOOSE
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,7 +100,7 @@ def test_type_two_hyperparameters_reach_the_optimum_of_the_dense_collapsed_bound
     best = minimize(negative_bound, np.log([0.5, 0.5]), method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-12})
     guide = sgp.AutoTSVGP(gaussian, Z)
     optim = sgp.NaturalGradient(1.0, optax.adam(optax.cosine_decay_schedule(0.05, 1500)))
-    result = SVI(gaussian, guide, optim, sgp.QuadratureELBO()).run(jax.random.key(0), 1500, X, y, progress_bar=False)
+    result = SVI(gaussian, guide, optim, LOOSE).run(jax.random.key(0), 1500, X, y, progress_bar=False)
     found = np.array([result.params["lengthscale"], result.params["noise"]])
     assert_allclose(np.log(found), best.x, atol=1e-4)  # Adam's last steps are of that size
     assert_allclose(result.losses[-1], best.fun, rtol=1e-8)

@@ -1,5 +1,7 @@
 """Terms that depend on several rows of a GP site: averages, preferences, correlated noise, softmax, recursions."""
 
+from grids import representative
+from guides import LOOSE
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -138,7 +140,7 @@ def test_one_full_step_reaches_the_exact_posterior_of_gaussian_observations(name
     assert_allclose(svi.evaluate(state, X), -evidence, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["tied", "whitened"])
+@pytest.mark.parametrize("kind", representative(["tied", "whitened"], ["tied"]))
 def test_sites_in_one_average_and_an_intercept_are_as_in_the_dense_model(kind):
     def model(X):
         f, g = numpyro.sample("f", gp(X)), numpyro.sample("g", gp(X, 0.5))
@@ -216,7 +218,7 @@ def test_the_loss_is_the_expectation_under_joint_draws(name, kind):
 def test_draws_of_another_loss_are_joint_over_the_rows(kind):
     model = model_with(cumulative)
     guide = sgp.AutoTSVGP(model, X[:1]) if kind == "tied" else sgp.AutoSVGP(model, X[:1])
-    svi = SVI(model, guide, optax.sgd(0.0), sgp.QuadratureELBO())
+    svi = SVI(model, guide, optax.sgd(0.0), LOOSE)
     params = moved(svi, kind)
     exact = svi.loss.loss(jax.random.key(0), params, model, guide, X)
     drawn = TraceMeanField_ELBO(num_particles=4000).loss(jax.random.key(1), params, model, guide, X)
@@ -321,6 +323,7 @@ FEW_ROWS = {
 
 @pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.thorough), True])
 @pytest.mark.parametrize("name", FEW_ROWS)
+@pytest.mark.thorough
 def test_predictors_of_few_rows_need_no_matrix_of_all_rows(name, compiled, monkeypatch):
     monkeypatch.setattr(predictors, "_MOST_COEFFICIENTS", 0)
     outcomes = np.resize(Y, np.shape(FEW_ROWS[name](jnp.zeros(N))))
@@ -338,6 +341,7 @@ def test_predictors_of_few_rows_need_no_matrix_of_all_rows(name, compiled, monke
     assert_allclose(svi.evaluate(state, X, outcomes), -evidence, rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_the_variance_of_few_rows_of_several_latents_is_that_of_the_dense_prior():
     def model(X):
         with numpyro.plate("latents", 2):

@@ -20,7 +20,7 @@ from decoupled_oracle import (
     from_whitened_sites,
 )
 from grids import representative
-from guides import initial_parameters, loss_at
+from guides import LOOSE, initial_parameters, loss_at
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -161,7 +161,7 @@ VALUES = {"a": A_GAMMA, "beta": Z, "gamma": GAMMA, "lengthscale": LENGTHSCALE, "
 SUBSETS = np.array(list(itertools.combinations(range(M_GAMMA), 2)))
 
 
-@pytest.mark.parametrize("projected", [False, True])
+@pytest.mark.parametrize("projected", representative([False, True], [False]))
 def test_the_estimate_from_rows_averages_to_the_norm_and_its_gradients_to_those_of_the_norm(projected):
     values = {name: jnp.asarray(value) for name, value in VALUES.items()}
     exact = jax.value_and_grad(norms)(values, None, projected)
@@ -186,6 +186,7 @@ def test_the_norm_by_blocks_of_rows_is_the_norm(size):
 
 
 @pytest.mark.parametrize("kind", representative(["orthogonal", "full"], ["full"]))
+@pytest.mark.thorough
 def test_the_loss_with_sampled_rows_takes_the_values_of_the_subsets_and_predictions_are_exact(kind):
     model, exact, y, params = set_up(kind, False)
     guide = make(kind, False, model, kl_rows=3)
@@ -235,7 +236,7 @@ def test_the_loss_is_minus_the_dense_bound(kind, natural, likelihood):
     model, guide, y, params = set_up(kind, natural, likelihood)
     dense = Dense(kind=kind)
     q_h = dense_posterior(kind, params, dense)
-    assert_allclose(loss_at(params, model, guide, X, y), -dense_bound(model, q_h, dense, y), rtol=1e-8)
+    assert_allclose(loss_at(params, model, guide, X, y, loss=LOOSE), -dense_bound(model, q_h, dense, y), rtol=1e-8)
 
 
 @some_forms
@@ -351,6 +352,7 @@ def minimised(guide, optim=None):
 
 
 @pytest.mark.parametrize("kind", representative(["orthogonal", "hybrid", "full", "solve"], ["orthogonal", "full"]))
+@pytest.mark.thorough
 def test_training_reaches_the_collapsed_decoupled_bound(kind):
     svi, state = minimised(make(kind, False, regression))
     assert_allclose(-svi.evaluate(state, X, Y), optimum(kind), rtol=1e-7)
@@ -429,7 +431,7 @@ def test_one_natural_step_at_the_optimal_coefficients_is_the_collapsed_bound_fro
     guide = make(kind, True, regression)
     params = arbitrary(initial_parameters(regression, guide, X, Y))
     new = step(regression, guide, {**params, "f_auto_a": a}, sgp.NaturalGradient(1.0, frozen), Y)
-    assert_allclose(-loss_at(new, regression, guide, X, Y), optimum(kind), rtol=1e-7)
+    assert_allclose(-loss_at(new, regression, guide, X, Y, loss=LOOSE), optimum(kind), rtol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -438,7 +440,7 @@ def test_one_natural_step_at_the_optimal_coefficients_is_the_collapsed_bound_fro
 def test_natural_steps_with_adam_on_the_coefficients_reach_the_optimum(kind):
     guide = make(kind, True, regression)
     others = optax.adam(optax.exponential_decay(0.1, 100, 0.6))
-    svi = SVI(regression, guide, sgp.NaturalGradient(0.5, others), sgp.QuadratureELBO(num_nodes=3))
+    svi = SVI(regression, guide, sgp.NaturalGradient(0.5, others), sgp.QuadratureELBO(num_nodes=3, bound="titsias"))
     state = converged(svi, svi.init(jax.random.key(0), X, Y), 1500, X, Y)
     assert_allclose(-svi.evaluate(state, X, Y), optimum(kind), rtol=1e-4)
 
@@ -478,6 +480,7 @@ def test_steps_in_turn_are_steps_one_block_after_the_other():
 
 
 @some_forms
+@pytest.mark.thorough
 def test_a_batch_of_kernels_gives_each_latent_s_posterior(kind, natural):
     lengthscales, variances = np.array([[0.5], [1.0], [2.0]]), np.array([0.3, 1.0, 2.0])
     C = len(variances)
@@ -557,6 +560,7 @@ def test_losses_and_updates_on_minibatches_average_to_those_on_all_rows(kind, na
 
 
 @pytest.mark.parametrize(("kind", "natural"), [("full", False), ("solve", True)])
+@pytest.mark.thorough
 def test_float32_stays_float32(kind, natural):
     model = Model(jitter=1e-4)
     X32, y32, Z32, gamma32 = (jnp.asarray(value, np.float32) for value in (X, model.y, Z, GAMMA))
@@ -611,7 +615,7 @@ def test_a_regression_starts_the_covariance_block():
         guide = make("orthogonal", natural, regression, init_from=site.condition(Y))
         params = initial_parameters(regression, guide, X, Y)
         expected = oracles.titsias_bound(*blocks_of(Z), KFF, Y - MEAN, NOISE)
-        assert_allclose(-loss_at(params, regression, guide, X, Y), expected, rtol=1e-7)
+        assert_allclose(-loss_at(params, regression, guide, X, Y, loss=LOOSE), expected, rtol=1e-7)
 
 
 # Mistakes, and advice.

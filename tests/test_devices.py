@@ -76,6 +76,7 @@ def report(folder, name="report"):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("guide_name", ["tied", "joint", "held"])
+@pytest.mark.thorough
 def test_updates_on_eight_devices_are_those_on_one(eight, guide_name):
     assert report(eight)["devices"] == 8
     assert_same_run(eight / f"update_{guide_name}_many.npz", eight / f"update_{guide_name}_one.npz")

@@ -9,6 +9,7 @@ from grids import representative
 from guides import (
     GUIDES,
     KINDS,
+    LOOSE,
     MINIBATCH,
     NATURAL,
     ONE_SITE_A_ROW,
@@ -97,7 +98,7 @@ def test_the_loss_is_minus_the_dense_bound(name, likelihood):
     prior = blocks(name)
     m, S = dense_posterior(name, params, prior)
     bound = oracles.elbo(model.log_density(y), m, S, prior.Kuu, prior.Kuf, prior.Kff, MEAN)
-    assert_allclose(loss_at(params, model, guide, X, y), -bound, rtol=1e-8)
+    assert_allclose(loss_at(params, model, guide, X, y, loss=LOOSE), -bound, rtol=1e-8)
 
 
 @pytest.mark.once
@@ -138,7 +139,7 @@ def test_one_natural_step_on_a_gaussian_likelihood_is_titsias_from_any_start(nam
     optim, update = sgp.NaturalGradient(1.0, frozen), None
     for seed in range(3):
         params = arbitrary_parameters(model, guide, X, y, seed=seed)
-        svi, state = svi_at(params, model, guide, optim, X, y)
+        svi, state = svi_at(params, model, guide, optim, X, y, loss=LOOSE)
         update, losses = update or jax.jit(svi.update), []
         for _ in range(3):
             before = state
@@ -328,6 +329,7 @@ def classification(X, y=None, num_data=None):
 
 @pytest.mark.once
 @pytest.mark.usefixtures("x64")
+@pytest.mark.thorough
 def test_away_from_the_hyperparameters_of_the_e_step_fixed_sites_give_the_tighter_bound():
     # Figure 1 of Adam et al. (2021): per-datum and projected sites above q(v) fixed, and that above q(u) fixed.
     X, y = banana(60)
@@ -477,7 +479,7 @@ def test_a_float32_fit_stays_float32_and_its_loss_is_the_dense_bound(name, enabl
     with jax.enable_x64(enabled):
         X32, y32, Z32 = (jnp.asarray(value, np.float32) for value in (X, model.y, Z))
         guide = GUIDES[name](model, Z32)
-        svi = SVI(model, guide, optim, sgp.QuadratureELBO())
+        svi = SVI(model, guide, optim, LOOSE)
         update = jax.jit(svi.update)
         state, first = update(svi.init(jax.random.key(0), X32, y32), X32, y32)
         params = svi.get_params(state)

@@ -112,7 +112,7 @@ def dense_optimum(setting):
     """The optimum of the bound as a loss, and the marginals there."""
     _, (_, y, _, _, noise) = problem(*setting)
     y, noise, (Kuu, Kuf, Kff) = np.float64(y), np.float64(noise), blocks(setting)
-    loss = -oracles.titsias_bound(Kuu, Kuf, np.diag(Kff), y, noise)
+    loss = -oracles.tight_bound(Kuu, Kuf, np.diag(Kff), y, noise)
     # q(u) through the root of Kuu: forming Kuu⁻¹ would cost the oracle digits that the tolerances need.
     L = np.linalg.cholesky(Kuu)
     A = np.linalg.solve(L, Kuf)
@@ -125,7 +125,11 @@ def dense_prior(setting):
     """The loss at q(u) = p(u), and the marginals there."""
     _, (_, y, _, variance, noise) = problem(*setting)
     y, variance, noise = (np.float64(value) for value in (y, variance, noise))
-    loss = -np.sum(log_normal(0.0, y, noise)) + 0.5 * N * variance / noise**2
+    Kuu, Kuf, _ = blocks(setting)
+    rest = variance - np.sum(np.linalg.solve(np.linalg.cholesky(Kuu), Kuf) ** 2, axis=0)
+    loss = -np.sum(log_normal(0.0, y, noise)) + 0.5 * np.sum(
+        (variance - rest) / noise**2 + np.log(1.0 + rest / noise**2)
+    )
     return loss, np.zeros(N), np.full(N, variance)
 
 
@@ -137,7 +141,8 @@ def dense_whitened(setting, params):
     m, S = oracles.from_whitened_root(*own, Kuu)
     mean, covariance = oracles.conditional(m, S, Kuu, Kuf, Kff)
     variance = np.diag(covariance)
-    expected = log_normal(mean, y, noise) - 0.5 * variance / noise**2
+    rest = np.diag(Kff) - np.sum(np.linalg.solve(np.linalg.cholesky(Kuu), Kuf) ** 2, axis=0)
+    expected = log_normal(mean, y, noise) - 0.5 * (variance - rest) / noise**2 - 0.5 * np.log(1.0 + rest / noise**2)
     return oracles.gaussian_kl(m, S, Kuu) - np.sum(expected), mean, variance
 
 
@@ -289,7 +294,7 @@ def test_training_hyperparameters_in_float32_reaches_the_bound_of_float64():
     u, x, kff = np.float64(inducing), np.float64(inputs), np.full(200, variance)
     Kuu = oracles.with_jitter(oracles.se(u, u, lengthscale, variance), JITTER)
     Kuf = oracles.se(u, x, lengthscale, variance)
-    bound = oracles.titsias_bound(Kuu, Kuf, kff, np.float64(outputs), noise)
+    bound = oracles.tight_bound(Kuu, Kuf, kff, np.float64(outputs), noise)
     log_prior = sum(
         log_normal(np.log(value), location, 1.0) - np.log(value)
         for value, location in ((lengthscale, 0.0), (variance, 0.0), (noise, -1.0))

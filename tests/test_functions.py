@@ -196,6 +196,7 @@ def test_latents_of_a_batch_are_drawn_independently_each_with_its_own_moments(mo
 
 
 @pytest.mark.once
+@pytest.mark.thorough
 def test_two_sites_are_drawn_with_their_own_inputs():
     def model(X, y):
         f = numpyro.sample("f", sgp.GaussianProcess(Matern52(1.1, 0.8), X))

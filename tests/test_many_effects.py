@@ -171,6 +171,7 @@ def test_quadrature_is_what_draws_estimate(form):
     assert abs(loss - jnp.mean(draws)) < 4.0 * error
 
 
+@pytest.mark.thorough
 def test_importance_ratios_are_the_evidence_where_the_posterior_is_exact():
     svi, result = fitted(gaussian, FORMS["tied"](gaussian, X), 3, 1.0)
     _, _, evidence = exact()
@@ -202,6 +203,7 @@ def test_thousands_of_effects_are_joint():
     np.testing.assert_allclose(np.sqrt(np.mean(z * z)), 1.0, atol=0.06)
 
 
+@pytest.mark.thorough
 def test_effects_of_two_groups_in_one_row_stay_in_the_dense_block():
     def model():
         e = numpyro.sample("e", dist.Normal().expand([G]).to_event(1))

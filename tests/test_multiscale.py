@@ -111,7 +111,9 @@ def test_training_the_scales_improves_the_bound_where_inducing_inputs_are_few():
     bounds = {}
     for name, start in (("points", x[5::10]), ("multiscale", sgp.MultiscaleInducing.at(x[5::10]))):
         guide = sgp.AutoSVGP(smooth, start, natural=True, learn_inducing=True)
-        svi = SVI(smooth, guide, sgp.NaturalGradient(1.0, optax.adam(2e-2)), sgp.QuadratureELBO(num_nodes=3))
+        svi = SVI(
+            smooth, guide, sgp.NaturalGradient(1.0, optax.adam(2e-2)), sgp.QuadratureELBO(num_nodes=3, bound="titsias")
+        )
         result = svi.run(jax.random.key(0), 500, x, y, progress_bar=False)
         assert sgp.num_refused(result.state) == 0
         bounds[name] = -result.losses[-1]

@@ -62,7 +62,7 @@ def svi_of(kind):
 KINDS = ["natural", "growing", "dual", "rows", "adversarial"]
 
 
-@pytest.mark.parametrize("kind", representative([*KINDS, "per_datum", "dense", "held"], KINDS))
+@pytest.mark.parametrize("kind", representative([*KINDS, "per_datum", "dense", "held"], ["dual", "growing"]))
 def test_a_fresh_state_can_be_donated(kind):
     svi = svi_of(kind)
     wanted, loss = jax.jit(svi.update)(svi.init(jax.random.key(0), X, Y), X, Y)
@@ -205,7 +205,7 @@ SCALED = {
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("kind", representative(SCALED, ["tied", "dense", "held", "coefficients", "table"]))
+@pytest.mark.parametrize("kind", representative(SCALED, ["tied", "dense"]))
 def test_steps_are_those_of_the_loss_without_its_scale(kind):
     own, make, optimizer = SCALED[kind]
     X64 = X.astype(float)

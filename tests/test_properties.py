@@ -48,7 +48,7 @@ def evaluate(X, Z, lambda1, Lambda2, lengthscale, variance, y, noise_variance, r
         "rows moved": through(Z, X[rows], lambda1, Lambda2).moments,
         "Z moved": through(Z[points], X, lambda1[..., points], shuffled).moments,
         "bound": collapsed_bound(
-            with_jitter(InducingPoints(Z).Kuu(kernel), JITTER), blocks.Kuf, blocks.kff, y, noise_variance, "titsias"
+            with_jitter(InducingPoints(Z).Kuu(kernel), JITTER), blocks.Kuf, blocks.kff, y, noise_variance, "tight"
         ),
     }
 

@@ -56,6 +56,7 @@ def trained():
     return svi, svi.run(jax.random.key(0), 10_000, X, Y, progress_bar=False)
 
 
+@pytest.mark.thorough
 def test_the_trained_mean_is_the_ridge_solution(trained):
     svi, result = trained
     Phi, Phi_u = (np.asarray(fourier().features(at), np.float64) for at in (X, Z))
@@ -258,6 +259,7 @@ def test_a_plain_optimizer_on_a_long_table_is_warned_of_with_the_bytes():
         jax.eval_shape(loss, values)
 
 
+@pytest.mark.thorough
 def test_hyperparameters_with_priors_are_trained_with_the_rows():
     def full(X, y=None):
         lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))

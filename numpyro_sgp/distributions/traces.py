@@ -1,16 +1,17 @@
 """Reading traces of models and guides."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jax import Array
+import jax.numpy as jnp
 import numpy as np
 from numpyro.distributions.util import scale_and_mask
 
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
-from numpyro_sgp.distributions.wrappers import unwrap
+from numpyro_sgp.distributions.wrappers import observed_mask, unwrap
 
-__all__ = ["Trace", "check_kept", "check_outcomes", "posteriors_of", "sample_sites", "scaled_log_prob"]
+__all__ = ["Trace", "check_kept", "check_outcomes", "entry_weights", "posteriors_of", "sample_sites", "scaled_log_prob"]
 
 Trace = dict[str, dict[str, Any]]
 
@@ -33,6 +34,14 @@ def scaled_log_prob(site: dict[str, Any]) -> Array:
     else:
         log_prob = site["fn"].log_prob(site["value"])
     return scale_and_mask(log_prob, site["scale"])
+
+
+def entry_weights(site: Mapping[str, Any]) -> Array:
+    """How often each entry of a site counts: what its log density is scaled by, 0 where it is masked."""
+    fn = site["fn"]
+    counts = jnp.broadcast_to(observed_mask(fn), fn.batch_shape).astype(jnp.result_type(float))
+    weights = jnp.asarray(scale_and_mask(counts, site["scale"]))
+    return weights.reshape(*weights.shape, *(1,) * fn.event_dim)
 
 
 def check_kept(sites: Iterable[str], guide: Any, loss: str) -> None:

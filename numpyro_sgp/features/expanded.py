@@ -14,7 +14,7 @@ from numpyro_sgp.features.decomposition import Factor, split, term_features, ter
 from numpyro_sgp.features.finite_rank import FiniteRank
 from numpyro_sgp.kernels.arrays import as_inputs
 
-__all__ = ["Expanded", "as_finite_rank"]
+__all__ = ["Expanded", "as_finite_rank", "is_finite_rank"]
 
 
 @final
@@ -61,6 +61,15 @@ def _finite(term: tuple[Factor, ...]) -> list[Factor]:
         )
         raise TypeError(msg)
     return finite
+
+
+def is_finite_rank(kernel: Callable) -> bool:
+    """Whether a kernel has features."""
+    try:
+        as_finite_rank(kernel)
+    except TypeError:
+        return False
+    return True
 
 
 def as_finite_rank(kernel: Callable) -> Any:

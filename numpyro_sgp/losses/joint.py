@@ -24,6 +24,7 @@ from numpyro_sgp.guides.members import log_densities
 from numpyro_sgp.losses.picked_rows import picked_variance
 from numpyro_sgp.losses.predictors import Conditional, expected
 from numpyro_sgp.losses.terms import Root, Term, Terms
+from numpyro_sgp.losses.tight import Gaussian, gain_of_entries, gaussian_of
 from numpyro_sgp.math.linalg import cholesky, solve_lower
 from numpyro_sgp.math.quadrature import product_grid, spherical_radial
 from numpyro_sgp.posteriors.joint.effects import Loading
@@ -91,6 +92,7 @@ class JointExpectation:
         rng_key: a key.
         observed: whether the terms of observed sites count.
         latent: whether the divergence, and the terms of latents, count.
+        bound: "tight", or "titsias" without the gain of Gaussian terms.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class JointExpectation:
         *,
         observed: bool = True,
         latent: bool = True,
+        bound: str = "tight",
     ) -> None:
         self.run, self.num_nodes, self.num_samples, self.rng_key = run, num_nodes, num_samples, rng_key
         self.means, self.latent = means, latent
@@ -122,13 +125,21 @@ class JointExpectation:
                 counts = observed if site["is_observed"] else latent
                 if counts and name not in (*group.sites, *latents) and not is_missing_outcome(name, outcomes):
                     result[name] = scaled_log_prob(site) if site["is_observed"] else latent_term(trace, name)
+                    gaussian = gaussian_of(site) if bound == "tight" else None
+                    if gaussian is not None:
+                        result.update(zip(_parts_of(name), gaussian, strict=True))
             return {name: jnp.asarray(value) for name, value in result.items()}
 
         start = {**means, **run.unflattened(run.gaussian.offset), **self._no_effects()}
         self.program: Program = traced(terms, start)
         self.terms = Terms(run, self.program)
         members = {*group.sites, *latents}
-        self.names = [name for name, number in self.program.outputs.items() if self.program.depends[number] & members]
+        described = {part for name in self.program.outputs for part in _parts_of(name)}
+        self.names = [
+            name
+            for name, number in self.program.outputs.items()
+            if name not in described and self.program.depends[number] & members
+        ]
         self.own = own
 
     def _no_effects(self) -> dict[str, Array]:
@@ -144,6 +155,10 @@ class JointExpectation:
         run = self.run
         gaussian = run.gaussian
         terms = [self.terms.term(name) for name in self.names]
+        gaussian_noise = {term.name for term in terms if self._is_gaussian(term)}
+        # A GP site has one q(f | u) for all its terms.
+        kept = {site for term in terms if term.name not in gaussian_noise for site in term.sites}
+        tight = {term.name for term in terms if term.name in gaussian_noise and not kept.intersection(term.sites)}
         for term in terms:
             count = sum(root.count for root in term.roots)
             if count > 2 and any((term.name, site) in run.group.coupled for site in term.sites):
@@ -159,8 +174,17 @@ class JointExpectation:
         result = jnp.asarray(result if scale is None else scale * result)
         for number, term in enumerate(terms):
             key = jax.random.fold_in(self.rng_key, number)
-            result = result + self._integrate(term, known[number], latents, key)
+            result = result + self._integrate(term, known[number], latents, key, tight=term.name in tight)
         return result
+
+    def _is_gaussian(self, term: Term) -> bool:
+        """Whether its entries are Gaussian in a linear predictor of GP sites each."""
+        program, (loc, *others) = self.program, _parts_of(term.name)
+        moving = (*term.sites, *term.linear)
+        if not term.sites or loc not in program.outputs or not program.is_affine(loc, moving):
+            return False
+        fixed = not any(program.depends[program.outputs[each]].intersection(moving) for each in others)
+        return fixed and len(term.roots) == term.roots[0].count == 1
 
     def predictors(self, name: str) -> Predictors:
         """The linear predictors of a term, to be integrated by the caller.
@@ -237,7 +261,7 @@ class JointExpectation:
         rows = {site: run.rows[site] for site in term.sites}
         has_effects = effects in self.program.depends[root.number]
         covariances, variances = {}, {}
-        inputs = {site: self.means[site] for site in term.sites} | run.unflattened(w) | self._no_effects()
+        inputs = self._inputs(term, w)
         for site in term.sites:
             if (term.name, site) not in run.group.coupled:
                 continue
@@ -258,18 +282,18 @@ class JointExpectation:
             variances=variances,
         )
 
-    def _integrate(self, term: Term, known: _Known, latents: _Latents, rng_key: Array) -> Array:
+    def _integrate(self, term: Term, known: _Known, latents: _Latents, rng_key: Array, *, tight: bool) -> Array:
         run, gaussian = self.run, self.run.gaussian
         index = run.places(term.nodes)
         key_nodes, key_rows = jax.random.split(rng_key)
         if not len(index):
-            return self._given_nodes(term, known, None, gaussian.offset, key_rows)
+            return self._given_nodes(term, known, None, gaussian.offset, key_rows, tight=tight)
         own, L = self._own(index, latents)
         nodes, weights = self._nodes(len(index), key_nodes, L.dtype)
 
         def at(node: Array) -> Array:
             w = gaussian.offset.at[index].add(own.mean + L @ node)
-            return self._given_nodes(term, known, (own, L, node), w, key_rows)
+            return self._given_nodes(term, known, (own, L, node), w, key_rows, tight=tight)
 
         return jnp.sum(weights * jax.vmap(at)(nodes))
 
@@ -298,10 +322,44 @@ class JointExpectation:
         node: tuple[Columns, Array, Array] | None,
         w: Array,
         rng_key: Array,
+        *,
+        tight: bool,
     ) -> Array:
         """The expectation over the linear predictors, given the latents that have nodes."""
         given = self._conditional(term, known, node, w)
-        return expected(given, self.num_nodes, self.num_samples, rng_key)
+        result = expected(given, self.num_nodes, self.num_samples, rng_key)
+        return result + self._gain(term, known, w) if tight else result
+
+    def _gain(self, term: Term, known: _Known, w: Array) -> Array:
+        """What the bound gains where q(f | u) is not the prior's, given the latents that have nodes."""
+        (root,), program = term.roots, self.program
+        predictor, columns = self._found(term, root, known, w)
+        if not columns.T.shape[0]:  # u are the values of f at the training inputs: nothing is left unexplained
+            return jnp.zeros((), columns.mean.dtype)
+        rest = predictor.prior_covariance(predictor) - jnp.sum(columns.A * columns.A, axis=0)
+        inputs = self._inputs(term, w)
+        numbers = [program.outputs[part] for part in _parts_of(term.name)]
+
+        def loc(value: Array) -> Array:
+            return jnp.asarray(program.evaluate(numbers[:1], inputs, {root.number: value})[0])
+
+        # An entry depends on one row of the predictor.
+        along = [jax.jvp(loc, (predictor.value,), (t,))[1] for t in (jnp.ones_like(rest), jnp.maximum(rest, 0.0))]
+        gaussian = Gaussian(*program.evaluate(numbers, inputs, {root.number: predictor.value}))
+        return gain_of_entries(along[0] * along[1], gaussian)
+
+    def _inputs(self, term: Term, w: Array) -> dict[str, Array]:
+        return {site: self.means[site] for site in term.sites} | self.run.unflattened(w) | self._no_effects()
+
+    def _found(self, term: Term, root: Root, known: _Known, w: Array) -> tuple[Predictor, Columns]:
+        """A linear predictor and its moments."""
+        if root.number in known:
+            return known[root.number]
+        predictor = self._predictor(term, root, w)
+        variance = predictor.prior_covariance(predictor)
+        k, flat, *loading = _flat(predictor, variance)
+        columns, _ = self.run.gaussian.posterior(k, flat, Loading(*loading))
+        return predictor, columns.take(0, variance.size, root.shape)
 
     def _conditional(
         self,
@@ -312,17 +370,8 @@ class JointExpectation:
     ) -> Conditional:
         """The linear predictors given the latents that have nodes."""
         gaussian, program = self.run.gaussian, self.program
-        inputs = {site: self.means[site] for site in term.sites} | self.run.unflattened(w) | self._no_effects()
-        found = {}
-        for root in term.roots:
-            if root.number in known:
-                found[root.number] = known[root.number]
-                continue
-            predictor = self._predictor(term, root, w)
-            variance = predictor.prior_covariance(predictor)
-            k, flat, *loading = _flat(predictor, variance)
-            columns, _ = gaussian.posterior(k, flat, Loading(*loading))
-            found[root.number] = predictor, columns.take(0, variance.size, root.shape)
+        inputs = self._inputs(term, w)
+        found = {root.number: self._found(term, root, known, w) for root in term.roots}
         ndim = max((len(root.rows) for root in term.roots), default=0)
         gains, means = {}, {}
         for root in term.roots:
@@ -440,6 +489,11 @@ class JointExpectation:
             perturbations.append(moved)
         covariance = _joined(rows)
         return covariance + gaussian.floored(_joined(perturbations)) if sampled else covariance
+
+
+def _parts_of(term: str) -> tuple[str, str, str]:
+    """Names of what describes the Gaussian likelihood of a term."""
+    return f"{term}/loc", f"{term}/scale", f"{term}/weight"
 
 
 def _together(roots: Sequence[Root], rows: tuple[int, ...], values: Mapping[int, Array]) -> Array:

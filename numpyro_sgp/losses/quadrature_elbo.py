@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 from jax import Array
@@ -31,6 +31,7 @@ from numpyro_sgp.guides.handlers import is_missing_outcome
 from numpyro_sgp.losses.joint import JointExpectation
 from numpyro_sgp.losses.rules import Rule, rules_of
 from numpyro_sgp.losses.sampled import check_sampled, integrate_sampled, sampled_site
+from numpyro_sgp.losses.tight import gain
 from numpyro_sgp.math.quadrature import product_grid
 from numpyro_sgp.posteriors.moments import standard_deviation
 
@@ -86,17 +87,22 @@ class QuadratureELBO(ELBO):
     its linear predictors, and over `num_samples` joint draws of the rows where it has more than two of them. The other
     latents are sampled as in NumPyro's `TraceMeanField_ELBO`.
 
+    With Gaussian noise the bound is a tighter one: with d_n the variance of f_n that u leaves unexplained, it is higher
+    by ½ Σ_n [d_n/σ² − log(1 + d_n/σ²)]. It has the same q(u), and less bias in the hyperparameters.
+
     Args:
         num_nodes: nodes along each axis; exact where log p is a polynomial of degree below 2 · num_nodes in f.
         num_particles: draws of the other latents.
         num_samples: draws of f where quadrature does not apply; even.
+        bound: "tight", or "titsias" for the bound above without that gain.
         vectorize_particles: as in NumPyro's `ELBO`.
 
     Raises:
-        ValueError: `num_nodes` or `num_samples` is not positive, or `num_samples` is odd.
+        ValueError: `num_nodes` or `num_samples` is not positive, or `num_samples` is odd; unknown `bound`.
 
     References:
-        Hensman, Matthews and Ghahramani (2015), "Scalable variational Gaussian process classification", equation 19.
+        Hensman, Matthews and Ghahramani (2015), "Scalable variational Gaussian process classification", equation 19;
+        Titsias (2025), "New bounds for sparse variational Gaussian processes", for the tighter bound.
 
     Example:
         >>> import numpyro_sgp as sgp
@@ -109,8 +115,13 @@ class QuadratureELBO(ELBO):
         num_particles: int = 1,
         num_samples: int = 8,
         *,
+        bound: Literal["tight", "titsias"] = "tight",
         vectorize_particles: bool | Callable = True,
     ) -> None:
+        if bound not in ("tight", "titsias"):
+            msg = f"`bound` must be 'tight' or 'titsias', got {bound!r}."
+            raise ValueError(msg)
+        self.bound = bound
         product_grid(num_nodes, 1)  # checks num_nodes
         if at_least(0, "num_samples", num_samples, "Use 8.") % 2 or num_samples == 0:
             msg = f"`num_samples` must be a positive even integer, for antithetic pairs, got {num_samples!r}. Use 8."
@@ -241,6 +252,7 @@ class Particle:
                 jax.random.fold_in(self.noise_key, number),
                 observed=self.observed,
                 latent=self.latent,
+                bound=self.loss.bound,
             )
             for number, run in enumerate(_joint_runs(posteriors), 1)
         ]
@@ -308,6 +320,8 @@ class Particle:
                 elbo = elbo + integrate_sampled(rule, sampled, free[sampled], self.loss.num_nodes, terms, model_at)
                 continue
             elbo = elbo + self.integrate(rule, free, terms, model_at, jax.random.fold_in(self.noise_key, index))
+        if free and self.loss.bound == "tight":
+            elbo = elbo + gain(free, model_trace, tuple(at_sample), model_at)
         mutable_state = {**_mutable(guide_trace), **_mutable(model_trace)}
         return jnp.asarray(elbo), mutable_state or None
 
