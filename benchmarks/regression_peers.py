@@ -50,7 +50,7 @@ def ours(p: dict):
 
     def negative(lengthscale, variance, noise, Z, X, y):
         kernel = sgp.kernels.SquaredExponential(lengthscale, variance)
-        return -sgp.SparseGPRegression(kernel, X, Z, noise, jitter=0.0).log_prob(y)
+        return -sgp.SparseGPRegression(kernel, X, Z, noise, bound="titsias", jitter=0.0).log_prob(y)  # theirs
 
     step = jax.jit(jax.value_and_grad(negative, argnums=(0, 1, 2, 3)))
     arrays = [jnp.asarray(x, float) for x in (p["lengthscale"], 1.0, p["noise"], p["Z"], p["X"], p["y"])]

@@ -346,8 +346,12 @@ def draw(runs: dict, path: Path) -> None:
     """NLPD against the share of the stream that has been seen."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(runs), figsize=(3.2 * len(runs), 2.9), layout="constrained", squeeze=False)
-    for ax, (name, run) in zip(axes[0], runs.items(), strict=True):
+    columns = min(3, len(runs))
+    rows = -(-len(runs) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(3.2 * columns, 2.7 * rows), layout="constrained", squeeze=False)
+    for ax in axes.flat[len(runs) :]:
+        ax.set_axis_off()
+    for ax, (name, run) in zip(axes.flat, runs.items(), strict=False):
         for label, style in (("shuffled", "C0-"), ("sorted", "C1-")):
             curve = run["numpyro_sgp"][label]["curve"]
             ax.plot(np.linspace(1.0 / len(curve), 1.0, len(curve)), curve, style, label=label)
@@ -359,8 +363,11 @@ def draw(runs: dict, path: Path) -> None:
         curves = [run["numpyro_sgp"][label]["curve"] for label in ("shuffled", "sorted")]
         low, high = min(run["all_rows"]["nlpd"], *map(min, curves)), max(curve[len(curve) // 10] for curve in curves)
         ax.set(title=name, xlabel="share of the rows seen", ylim=(low - 0.1 * (high - low), high + 0.2 * (high - low)))
-    axes[0, 0].set_ylabel("NLPD of test rows")
-    axes[0, -1].legend(frameon=False, fontsize="small")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("NLPD of test rows")
+    handles = {label: line for ax in axes.flat for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    where = axes.flat[-1]
+    where.legend(handles.values(), handles.keys(), frameon=False, fontsize="small", loc="center")
     figure.savefig(path, dpi=120)
 
 

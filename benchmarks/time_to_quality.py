@@ -158,7 +158,9 @@ def ours(p: dict, notes: Notes, name: str, reduced: bool) -> dict[str, str]:
     if name != SAME:
         rho, rate = optax.linear_schedule(first, last, num_steps), optax.cosine_decay_schedule(largest, num_steps)
     # The Gaussian's logarithm is a quadratic in f: three nodes are exact.
-    svi = SVI(model, guide, sgp.NaturalGradient(rho, optax.adam(rate)), sgp.QuadratureELBO(num_nodes=3))
+    svi = SVI(
+        model, guide, sgp.NaturalGradient(rho, optax.adam(rate)), sgp.QuadratureELBO(num_nodes=3, bound="titsias")
+    )
 
     def described(params, m, R) -> dict:
         values = {name: np.asarray(params[name]) for name in ("lengthscale", "variance", "noise")}
@@ -215,7 +217,8 @@ def full(p: dict, notes: Notes, name: str, reduced: bool) -> dict[str, str]:
 
     def site(x):
         lengthscale, variance, noise, Z = parts(x)
-        return sgp.SparseGPRegression(sgp.kernels.SquaredExponential(lengthscale, variance), X, Z, noise, jitter=JITTER)
+        kernel = sgp.kernels.SquaredExponential(lengthscale, variance)
+        return sgp.SparseGPRegression(kernel, X, Z, noise, bound="titsias", jitter=JITTER)  # as the others have
 
     def posterior(x):
         q = site(x).condition(y)

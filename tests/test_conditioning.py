@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from guides import GUIDES, LOOSE, OnBasis, initial_parameters, mean_field
+from guides import GUIDES, LOOSE, ONE_SITE_A_ROW, OnBasis, initial_parameters, mean_field
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -516,8 +516,9 @@ def test_joint_sites_at_inducing_inputs_that_have_moved_are_projected_before_row
     assert_same(summary(guide, remove(after, *rows[1])), before, atol=1e-7)
 
 
-def trained(model, guide, steps, *args):
-    svi = SVI(model, guide, sgp.NaturalGradient(0.7, optax.set_to_zero()), sgp.QuadratureELBO())
+def trained(model, guide, steps, *args, loss=None):
+    loss = sgp.QuadratureELBO() if loss is None else loss
+    svi = SVI(model, guide, sgp.NaturalGradient(0.7, optax.set_to_zero()), loss)
     state = jax.jit(svi.init)(jax.random.key(0), *args)
     return svi.get_params(converged(svi, state, steps, *args))
 
@@ -528,7 +529,8 @@ def trained(model, guide, steps, *args):
 def test_the_prior_of_a_noise_scale_counts_once(name, eliminated):
     guide = JOINT[name](with_a_scale, Z)
     rows = [rows_of(half, X, GROUP, GROUPED) for half in (HEAD, TAIL)]
-    params = trained(with_a_scale, guide, 100, *rows[0])
+    # The tighter bound can know less than nothing of a scale in some direction, where steps have a floor: 1e-5 here.
+    params = trained(with_a_scale, guide, 100, *rows[0], loss=LOOSE)
     before = summary(guide, params, "scale")
     condition, remove = jax.jit(guide.condition), jax.jit(guide.remove)
     outside = np.zeros(N - FIRST, bool)
@@ -576,7 +578,8 @@ def test_float32_stays_float32_and_is_close_to_dense_float64(name):
     guide = ALL_GUIDES[name](poisson, Z.astype(np.float32))
     params = started(poisson, guide, inputs[:1], outcomes[:1])
     after = jax.jit(guide.condition)(params, inputs, outcomes)
-    dtypes = {leaf.dtype for leaf in jax.tree.leaves(after) if jnp.issubdtype(leaf.dtype, jnp.inexact)}
+    ends = [after] if name in ONE_SITE_A_ROW else [after, guide.remove(after, inputs, outcomes)]
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(ends) if jnp.issubdtype(leaf.dtype, jnp.inexact)}
     assert dtypes == {np.dtype(np.float32)}
     found = moments_of(guide, after, X_NEW.astype(np.float32))
     # Steps end where a full one changes sites by 7e-5 of the largest.

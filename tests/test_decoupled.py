@@ -344,7 +344,7 @@ def optimum(kind):
 
 def minimised(guide, optim=None):
     """SVI at the end of a quasi-Newton minimisation."""
-    svi = SVI(regression, guide, optim or numpyro.optim.Minimize(), sgp.QuadratureELBO(num_nodes=3))
+    svi = SVI(regression, guide, optim or numpyro.optim.Minimize(), sgp.QuadratureELBO(3, bound="titsias"))
     state = svi.init(jax.random.key(0), X, Y)
     for _ in range(3):  # a line search gives up early; a restart goes on
         state, _ = jax.jit(svi.update)(state, X, Y)
@@ -454,7 +454,7 @@ def test_natural_steps_on_both_blocks_reach_the_optimum_together_and_faster_in_t
         ("in turn", sgp.NaturalGradient(1.0, frozen, in_turn=True), 20),
         ("in turn, long", sgp.NaturalGradient(1.0, frozen, in_turn=True, m_steps=0), 300),
     ):
-        svi = SVI(regression, guide, optim, sgp.QuadratureELBO(num_nodes=3))
+        svi = SVI(regression, guide, optim, sgp.QuadratureELBO(num_nodes=3, bound="titsias"))
         state = converged(svi, svi.init(jax.random.key(0), X, Y), steps, X, Y)
         gap[name] = optimum("solve") + svi.evaluate(state, X, Y)
         assert sgp.num_refused(state) == 0
@@ -573,7 +573,7 @@ def test_float32_stays_float32(kind, natural):
     dense = Dense(lengthscale=lengthscale, variance=variance, jitter=1e-4, kind=kind)
     bound = dense_bound(model, dense_posterior(kind, result.params, dense), dense, model.y, noise)
     # The rounding of float32, 6e-8, through covariances of condition 1e3.
-    assert_allclose(loss_at(result.params, model, guide, X32, y32), -bound, rtol=2e-5)
+    assert_allclose(loss_at(result.params, model, guide, X32, y32, loss=LOOSE), -bound, rtol=2e-5)
 
 
 def test_trained_bases_have_the_gradient_of_the_dense_bound():

@@ -296,6 +296,19 @@ def test_the_noise_that_is_found_is_closer_to_that_of_the_evidence():
     assert exact < best("tight", few) < best("titsias", few) - 0.02
 
 
+def test_float32_stays_float32():
+    # With float64 enabled, so that whatever had it would make the result float64.
+    X32, y32 = X.astype(np.float32), Y.astype(np.float32)
+
+    def model(X, y):
+        kernel = sgp.kernels.SquaredExponential(np.float32(0.8), np.float32(VARIANCE))
+        observed(numpyro.sample("f", sgp.GaussianProcess(kernel, X)), np.float32(NOISE), y=y)
+
+    guide = GUIDES["tied"](model, Z.astype(np.float32))
+    svi = SVI(model, guide, sgp.NaturalGradient(0.5, optax.set_to_zero()), TIGHT)
+    assert svi.run(jax.random.key(0), 2, X32, y32, progress_bar=False).losses.dtype == np.float32
+
+
 def test_an_unknown_bound_raises():
     with pytest.raises(ValueError, match="`bound` must be 'tight' or 'titsias', got 'loose'"):
         sgp.QuadratureELBO(bound="loose")

@@ -17,6 +17,7 @@ import numpyro
 from numpyro import distributions as dist
 from numpyro.distributions.transforms import AffineTransform
 
+from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp._internal.pytrees import own_copy
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
@@ -175,8 +176,10 @@ class JointRun:
             unscaled = {name: {**found[name], "scale": None} for name in transforms}
             return jnp.asarray(sum(jnp.sum(each) for each in log_densities(unscaled, transforms, values).values()))
 
-        start = jnp.zeros(len(index), self.dtype)
-        b, R = gaussian_prior(-jax.hessian(density)(start), jax.grad(density)(start))
+        def solved(start: Array) -> tuple[Array, Array]:
+            return gaussian_prior(-jax.hessian(density)(start), jax.grad(density)(start))
+
+        b, R = as_one_program(solved)(jnp.zeros(len(index), self.dtype))
         return offset.at[index].set(b), root.at[np.ix_(index, index)].set(R)
 
     def _initial(self, trace: Trace, offset: Array, rng_key: Array) -> Array:

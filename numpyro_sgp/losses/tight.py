@@ -123,7 +123,8 @@ def gain(
         trace = model_at({**means, **values})
         return {name: _loc(trace[name]) for name in chosen}
 
-    spread = dict.fromkeys(chosen, jnp.zeros(()))
+    dtype = next(iter(means.values())).dtype
+    spread = dict.fromkeys(chosen, jnp.zeros((), dtype))
     for site in {site for name in chosen for site in depends[name]}:
         mean, rest = means[site], variances[site]
         latents = jnp.eye(rest[..., 0].size, dtype=rest.dtype).reshape(-1, *rest.shape[:-1], 1)
@@ -137,7 +138,7 @@ def gain(
         for name in chosen:
             spread[name] = spread[name] + jnp.sum(slopes[name] * weighted[name], axis=0)
     found = model_at(means)
-    total = jnp.zeros((), next(iter(means.values())).dtype)
+    total = jnp.zeros((), dtype)
     for name in chosen:
         gaussian = gaussian_of(found[name])
         assert gaussian is not None

@@ -90,6 +90,7 @@ class Whitened(NamedTuple):
     explained: Array
 
 
+@as_one_program
 def natural_mean_and_root(lambda1: Array, Lambda2: Array) -> tuple[Array, Array]:
     """Mean P⁻¹λ̃, (..., M), and upper triangular root L_P⁻ᵀ of the covariance, from whitened sites."""
     _, L_P_inverse = root_of_precision(jnp.eye(Lambda2.shape[-1], dtype=Lambda2.dtype) + Lambda2)

@@ -119,6 +119,7 @@ def _whitened_sites(root: Root, Lu: Array | None, lambda1: Array, Lambda2: Array
     return matvec(Lu, lambda1), symmetric_product(moving, Lu), moving
 
 
+@partial(as_one_program, static_argnums=4)
 def tied_mean_and_root(
     lambda1: Array, Lambda2: Array, Kuu: Array, Kuv: Array | None = None, blocks: tuple[int, ...] | None = None
 ) -> tuple[Array, Array, Array]:

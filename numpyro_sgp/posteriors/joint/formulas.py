@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
 
+from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.inducing import AbstractInducing
 from numpyro_sgp.math.linalg import matmul, matvec, solve_lower
@@ -82,6 +83,7 @@ class JointGaussian(AbstractJointGaussian):
         K, Kuv = (self.K, self.Kuv) if self.projected else (None, None)
         return eliminated(value_of(self.value), value_of(self.effects), self.effect_variance, K, Kuv)
 
+    @as_one_program
     def posterior(self, k: Array, variance: Array, loading: Loading | None = None) -> tuple[Columns, Array]:
         sites, rest, num_rows = value_of(self.value), self.without_effects(), variance.shape[0]
         if loading is None:
