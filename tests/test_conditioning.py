@@ -529,7 +529,7 @@ def trained(model, guide, steps, *args, loss=None):
 def test_the_prior_of_a_noise_scale_counts_once(name, eliminated):
     guide = JOINT[name](with_a_scale, Z)
     rows = [rows_of(half, X, GROUP, GROUPED) for half in (HEAD, TAIL)]
-    # The tighter bound can know less than nothing of a scale in some direction, where steps have a floor: 1e-5 here.
+    # With the tighter bound data can know less than nothing of a scale in some direction, which is cut off: 1e-5 here.
     params = trained(with_a_scale, guide, 100, *rows[0], loss=LOOSE)
     before = summary(guide, params, "scale")
     condition, remove = jax.jit(guide.condition), jax.jit(guide.remove)

@@ -130,7 +130,7 @@ def _past_of_effects(sites: EffectSites) -> Past:
     known = d > 0.0
     root = jnp.where(known, sites.Lambda2 / jnp.sqrt(jnp.where(known, d, 1.0)), 0.0)
     linear = jnp.where(known[:, 0], sites.lambda1 / jnp.where(known[:, 0], root[:, 0], 1.0), 0.0)
-    return Past(linear, root, jnp.ones_like(linear))
+    return Past(linear, root)
 
 
 def _is_tied(value: Any) -> bool:

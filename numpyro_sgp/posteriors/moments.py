@@ -295,11 +295,10 @@ def joined(x: Array, y: Array) -> Array:
     return jnp.concatenate([jnp.broadcast_to(each, (*shape, each.shape[-1])) for each in (x, y)], axis=-1)
 
 
-def with_past(past: Past, q: Moments, unperturbed: Moments, num_rows: int) -> Moments:
+def with_past(q: Moments, unperturbed: Moments, num_rows: int) -> Moments:
     """Moments of the rows, with the expectation of past sites in the divergence.
 
     Args:
-        past: these sites.
         q: moments of the rows, and of the linear functions in the past sites after them.
         unperturbed: the same at zero perturbation.
         num_rows: how many rows there are.
@@ -308,6 +307,6 @@ def with_past(past: Past, q: Moments, unperturbed: Moments, num_rows: int) -> Mo
     assert roots.T is not None
     # Nothing of them is left unexplained, so their variance has no rounding error of a difference.
     variance = jnp.sum(roots.T * roots.T, axis=-2) + (q.variance - unperturbed.variance)
-    kl = q.kl - past.expected(q.mean[..., num_rows:], variance[..., num_rows:])
+    kl = q.kl - Past.expected(q.mean[..., num_rows:], variance[..., num_rows:])
     rows = Roots(roots.A[..., :num_rows], roots.T[..., :num_rows])
     return q._replace(mean=q.mean[..., :num_rows], variance=q.variance[..., :num_rows], kl=kl, covariance=rows)

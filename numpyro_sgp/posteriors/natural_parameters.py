@@ -87,35 +87,36 @@ class AbstractSites:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Past:
-    """Sites of data that are no longer at hand, t(u) = exp(lᵀφ − ½ φᵀR diag(s) Rᵀφ), in the basis of the sites.
+    """Sites of data that are no longer at hand, t(u) = exp(lᵀφ − ½ |Rᵀφ|²), in the basis of the sites they are part of.
 
-    They are the same as observations of linear functions of u, but for those that know less than nothing: the data may
-    bend the density of a scale upwards somewhere. A posterior that has them counts E[log t(u)] with its divergence.
+    They are the same as observations of linear functions of u. A posterior that has them counts E[log t(u)] with its
+    divergence.
 
     Args:
         linear: l, (..., M).
         root: R, (..., M, R).
-        sign: s, 1 or −1, (..., R).
     """
 
     linear: Array
     root: Array
-    sign: Array
 
     @classmethod
     def of(cls, linear: Array, precision: Array) -> Self:
-        """From l and R diag(s) Rᵀ, (..., M, M)."""
+        """From l and R Rᵀ, (..., M, M).
+
+        Negative eigenvalues are cut off: those of rounding, and small ones of a noise scale under the tighter bound.
+        """
         eigenvalues, V = jnp.linalg.eigh(0.5 * (precision + jnp.swapaxes(precision, -1, -2)))
-        root = V * jnp.sqrt(jnp.abs(eigenvalues))[..., None, :]  # NaN stays NaN
-        return cls(linear, root, jnp.where(eigenvalues < 0.0, -1.0, 1.0).astype(root.dtype))
+        return cls(linear, V * jnp.sqrt(jnp.maximum(eigenvalues, 0.0))[..., None, :])  # NaN stays NaN
 
     def columns(self) -> Array:
         """Vectors of the linear functions, those of l first, (..., M, 1 + R)."""
         return jnp.concatenate([self.linear[..., None], self.root], axis=-1)
 
-    def expected(self, mean: Array, variance: Array) -> Array:
+    @staticmethod
+    def expected(mean: Array, variance: Array) -> Array:
         """E[log t(u)], (...), from mean and variance of the linear functions, (..., 1 + R)."""
-        return mean[..., 0] - 0.5 * jnp.sum(self.sign * (mean[..., 1:] ** 2 + variance[..., 1:]), axis=-1)
+        return mean[..., 0] - 0.5 * jnp.sum(mean[..., 1:] ** 2 + variance[..., 1:], axis=-1)
 
 
 @jax.tree_util.register_dataclass

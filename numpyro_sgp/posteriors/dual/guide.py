@@ -168,7 +168,7 @@ class Dual(AbstractPosteriorFamily):
                 lambda1, Lambda2 = fixed.projected_sites()
                 sites = TiedSites(lambda1, Lambda2, inducing)
             found = perturbed_moments(value, fixed.projections(), found, sites)
-        return found if past is None else with_past(past, found, q.moments, num_rows)
+        return found if past is None else with_past(found, q.moments, num_rows)
 
     def _per_datum(
         self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: AbstractInducing
