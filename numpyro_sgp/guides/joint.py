@@ -24,7 +24,8 @@ from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import Trace
 from numpyro_sgp.distributions.wrappers import unwrap
-from numpyro_sgp.guides.members import Group, again, log_densities, summed, transforms_of
+from numpyro_sgp.guides.members import Group
+from numpyro_sgp.guides.model_runs import again, log_densities, summed, transforms_of
 from numpyro_sgp.guides.parameters import SiteParameters
 from numpyro_sgp.math.linalg import cholesky, matmul, matvec, matvec_transposed, with_jitter
 from numpyro_sgp.posteriors.dual.tied import shared_covariance

@@ -30,7 +30,8 @@ from numpyro_sgp.guides.handlers import (
 )
 from numpyro_sgp.guides.independent import IndependentRun
 from numpyro_sgp.guides.joint import JointRun
-from numpyro_sgp.guides.members import Group, Joint, checked_joint, find_groups, first_run
+from numpyro_sgp.guides.members import Group, Joint, checked_joint, find_groups
+from numpyro_sgp.guides.model_runs import first_run
 from numpyro_sgp.guides.parameters import SiteParameters, parameter, with_candidates
 from numpyro_sgp.guides.row_dependence import refuse_new, unsure_terms
 from numpyro_sgp.posteriors.decoupled.coefficients import ProbedCoefficients

@@ -20,7 +20,7 @@ from numpyro_sgp._internal.predictors import Program, traced
 from numpyro_sgp.distributions.traces import Trace, scaled_log_prob
 from numpyro_sgp.guides.handlers import is_missing_outcome
 from numpyro_sgp.guides.joint import JointRun, expected_reference
-from numpyro_sgp.guides.members import log_densities
+from numpyro_sgp.guides.model_runs import log_densities
 from numpyro_sgp.losses.picked_rows import picked_variance
 from numpyro_sgp.losses.predictors import Conditional, expected
 from numpyro_sgp.losses.terms import Root, Term, Terms
@@ -326,6 +326,7 @@ class JointExpectation:
         tight: bool,
     ) -> Array:
         """The expectation over the linear predictors, given the latents that have nodes."""
+        known = {root.number: self._found(term, root, known, w) for root in term.roots}
         given = self._conditional(term, known, node, w)
         result = expected(given, self.num_nodes, self.num_samples, rng_key)
         return result + self._gain(term, known, w) if tight else result
