@@ -190,7 +190,8 @@ def test_on_all_data_each_loss_leads_to_the_maximum_of_the_evidence(route):
     # Descent against ascent spirals in, at the rate of the ascent's steps.
     atol = 1e-2 if route == "adversarial" else 1e-4
     assert_allclose(reached, -best_posterior_density(), rtol=0, atol=atol)
-    assert svi.evaluate(svi.init(jax.random.key(0), X, Y), X, Y) > -best_posterior_density() + 0.1
+    # The start is farther away than that.
+    assert svi.evaluate(svi.init(jax.random.key(0), X, Y), X, Y) > -best_posterior_density() + 0.05
 
 
 def test_the_compositional_loss_keeps_the_average_of_the_paper_and_descends_along_its_direction():

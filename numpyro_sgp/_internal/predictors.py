@@ -28,6 +28,8 @@ _LINEAR_TOGETHER = {"add", "add_any", "concatenate", "stack", "sub"}
 _LINEAR_IN_FIRST = {
     "cumsum", "dynamic_slice", "gather", "optimization_barrier", "reduce_sum", "rev", "slice", "split", "transpose",
 }  # fmt: skip
+# With one operand that depends on inputs, each number of the result is one of that operand's.
+_COPIES = (_KEEPS - {"neg"}) | {"dynamic_slice", "gather", "rev", "slice", "split", "transpose"}
 _INLINED = {"closed_call", "core_call", "jit", "pjit"}
 
 
@@ -127,6 +129,21 @@ class Program:
         while number in made_by and made_by[number].equation.primitive.name in _KEEPS - {"neg"}:
             (number,) = made_by[number].operands
         return number
+
+    def copied(self, output: str) -> str | None:
+        """The name of the input whose numbers an output consists of, in any order and often; None where there is none.
+
+        Args:
+            output: its name.
+        """
+        made_by = {result: operation for operation in self.operations for result in operation.results}
+        number = self.outputs[output]
+        while number in made_by and made_by[number].equation.primitive.name in _COPIES:
+            first, *others = made_by[number].operands
+            if any(self.depends[other] for other in others):
+                return None
+            number = first
+        return next((name for name, each in self.inputs.items() if each == number), None)
 
     def picked(self, number: int, name: str) -> tuple[int, ...]:
         """The variables of one row of an input each, on its last axis, through which another one depends on it."""

@@ -243,7 +243,8 @@ class AutoSparseGP(AbstractAutoSparseGP):
     Args:
         model: a NumPyro model with `GaussianProcess` sites.
         families: a posterior family for every site, or a dict of them by site name.
-        base: guide for the other latents: an autoguide class, or a guide.
+        base: guide for the other latents: an autoguide class, or a guide. A class starts a latent at what was observed
+            of it, if it is the location of an outcome, and near its prior median otherwise.
         joint: which GP sites and other latents have one joint Gaussian: "auto" for all that meet in a term of the
             model, False for none, or a tuple of names. Latents that a kernel or a prior mean depends on stay with
             `base`, and so do those of a guide of your own or of `AutoDelta`.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 import copy
 import dataclasses
 import functools
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
 from jax import Array
@@ -16,6 +16,7 @@ import numpyro
 from numpyro import distributions as dist
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoDelta, AutoGuide
+from numpyro.infer.initialization import init_to_median, init_to_uniform, init_to_value
 
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
@@ -34,6 +35,7 @@ from numpyro_sgp.guides.members import Group, Joint, checked_joint, find_groups
 from numpyro_sgp.guides.model_runs import first_run
 from numpyro_sgp.guides.parameters import SiteParameters, parameter, with_candidates
 from numpyro_sgp.guides.row_dependence import refuse_new, unsure_terms
+from numpyro_sgp.guides.starts import observed_values, starting_values
 from numpyro_sgp.posteriors.decoupled.coefficients import ProbedCoefficients
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
 from numpyro_sgp.posteriors.moments import frozen
@@ -98,6 +100,12 @@ def _make_base(base: Any, model: Callable, prefix: str) -> Callable:
     raise TypeError(msg)
 
 
+def _has_start(base: Any, made: Any) -> bool:
+    """Whether the autoguide class that was given says where latents start, by an argument or in its own code."""
+    own = made.init_loc_fn not in (init_to_uniform, init_to_median)  # NumPyro's defaults
+    return own or "init_loc_fn" in getattr(base, "keywords", {})
+
+
 def _form_of(args: tuple, kwargs: dict) -> str:
     """Structure of arguments, shapes and types of arrays, and values that a program may branch on."""
 
@@ -128,6 +136,8 @@ class AbstractGuideRun(AutoGuide):
         self.base = _make_base(base, self._model_for_base, prefix)
         # A guide that the user has made keeps its latents, and point estimates were asked for with `AutoDelta`.
         self._shares_latents = self.base is not base and not isinstance(self.base, AutoDelta)
+        self._starts_at_data = False
+        self._chooses_start = self.base is not base and not _has_start(base, self.base)
         self.joint = checked_joint(joint)
         self._checked: set[str] = set()  # forms of arguments with which the model's terms have been checked
         self._wrapped: Callable[[AbstractPosteriorFamily], AbstractPosteriorFamily] = _unchanged
@@ -184,6 +194,8 @@ class AbstractGuideRun(AutoGuide):
                 return {}, groups
             if self.base.prototype_trace is None:
                 self._model_for_base.latents = names
+                if self._chooses_start and not predicting:
+                    self.base.init_loc_fn = init_to_value(values=self._start(names, args, kwargs))
 
         # The base guide's samples are shown by the model's run below, in the model's order; the rest passes through.
         # Autoguides leave the Jacobians out of their densities under a mask of False, which they inspect; diagnostics
@@ -194,12 +206,25 @@ class AbstractGuideRun(AutoGuide):
             return predicting and msg["type"] == "inspect"
 
         with HiddenSamples(hide_fn=hides), handlers.trace() as base_trace:
-            self.base(*args, **kwargs)
+            try:
+                self.base(*args, **kwargs)
+            except RuntimeError:
+                # NumPyro found the model's density to be zero at the start: let it try others.
+                if not self._chooses_start or self.base.prototype_trace is not None:
+                    raise
+                self.base.init_loc_fn = init_to_uniform
+                self.base(*args, **kwargs)
         if names is None:
             return base_trace, self._latents(predicting, args, kwargs, base_trace).groups
         # An autoguide first run without outcomes takes them for latent variables: they are the model's to draw.
         kept = {name: site for name, site in base_trace.items() if site["type"] != "sample" or name in names}
         return kept, groups
+
+    def _start(self, names: tuple[str, ...], args: tuple, kwargs: dict) -> dict[str, Array]:
+        """Where the latents of the base guide start."""
+        observed = observed_values(self._with(args, kwargs), names)
+        self._starts_at_data = bool(observed)
+        return starting_values(lambda: self._model_for_base(*args, **kwargs), observed, cast(Array, numpyro.prng_key()))
 
     def _latents(
         self, predicting: bool, args: tuple, kwargs: dict, base_trace: Mapping[str, dict] | None = None
@@ -208,6 +233,8 @@ class AbstractGuideRun(AutoGuide):
 
         def find(rng_key: Array) -> Latents:
             del rng_key
+            if self._starts_at_data:  # those of an earlier fit
+                self.base.prototype_trace = None
             self._checked.add(_form_of(args, kwargs))
             # Not the model that the base guide sees, which leaves out members once they are known.
             with handlers.block(), handlers.trace() as trace:

@@ -52,7 +52,8 @@ class AutoDecoupledGP(AbstractAutoSparseGP):
         natural: hold the Gaussian blocks by natural parameters, for `NaturalGradient`: the covariance block, with its
             own part of the mean; for "solve" both blocks, to be moved in turn (`in_turn=True`) or, where all steps are
             taken at once, with a step size of 0.5 or less.
-        base: guide for the other latents: an autoguide class, or a guide.
+        base: guide for the other latents: an autoguide class, or a guide. A class starts a latent at what was observed
+            of it, if it is the location of an outcome, and near its prior median otherwise.
         learn_inducing: whether to train the inducing inputs of both bases.
         kl_rows: how many rows to estimate the divergence of the mean from; None for the exact one, O(M_γ²).
         init_from: where the covariance block starts in place of the prior: what `SparseGPRegression.condition` gives

@@ -66,7 +66,8 @@ class AutoQSGP(AbstractAutoSparseGP):
         covariance: "inducing" or "chevron".
         inducing: inducing inputs of the covariance (M_u, D), an inducing object, `(kernel, X, rng_key)` to one, or a
             dict by site; by default up to 200 rows of the X that the guide is initialised with.
-        base: guide for the other latents: an autoguide class, or a guide.
+        base: guide for the other latents: an autoguide class, or a guide. A class starts a latent at what was observed
+            of it, if it is the location of an outcome, and near its prior median otherwise.
         control: inputs of a control variate for the mean, (P, D), or how many rows of the first X to take for them;
             only with a Gaussian likelihood. The features there are kept as they are until `RowSparse` computes them
             anew (`refresh`), and help as long as those of the kernel have not moved far from them.

@@ -85,7 +85,8 @@ class AutoWeightSpaceGP(AbstractAutoSparseGP):
         parametrization: "natural" or "mean" for `NaturalGradient`, "root" for any optimizer, "averaged" and
             "adversarial" for the losses `CompositionalMarginalLikelihood` and `MinimaxMarginalLikelihood`: see
             `WeightSpace`.
-        base: guide for the other latents: an autoguide class, or a guide.
+        base: guide for the other latents: an autoguide class, or a guide. A class starts a latent at what was observed
+            of it, if it is the location of an outcome, and near its prior median otherwise.
         root_scale: the unit of the root R: see `WeightSpace`.
         memory_limit: bytes that a matrix of r × r may take for each latent.
         prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.

@@ -184,7 +184,8 @@ class AutoSVGP(AbstractAutoSparseGP):
             `(kernel, X, rng_key)` that makes them when the guide is initialised.
         whiten: parametrise v with u = L v, L Lᵀ = Kuu (better conditioned), instead of u itself.
         natural: hold q by natural parameters, for the optimizer `NaturalGradient`.
-        base: guide for the other latents: an autoguide class, or a guide.
+        base: guide for the other latents: an autoguide class, or a guide. A class starts a latent at what was observed
+            of it, if it is the location of an outcome, and near its prior median otherwise.
         learn_inducing: whether to train the inducing inputs.
         joint: which GP sites and other latents have one joint Gaussian: "auto" for all that meet in a term of the
             model, False for none, or a tuple of names. Latents that a kernel or a prior mean depends on stay with
