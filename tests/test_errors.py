@@ -166,12 +166,12 @@ MISTAKES = {
         ("number for each row", f"({len(y)}, 1)", "y[:, 0]"),
     ),
     "column of outcomes": (
-        lambda: step(model, TSVGP(model, Z), X, y[:, None]),
+        lambda: step(model, TSVGP(model, Z), X, y[:, None], optim=sgp.NaturalGradient()),
         ValueError,
         ("'y'", "(7, 1)", "(7,)", "table (7, 7)", "y[:, 0]"),
     ),
     "outcomes for a column of latents": (
-        lambda: step(in_columns, TSVGP(in_columns, Z), X, y),
+        lambda: step(in_columns, TSVGP(in_columns, Z), X, y, optim=sgp.NaturalGradient()),
         ValueError,
         ("'y'", "(7,)", "(7, 1)", "table (7, 7)", "same order of axes"),
     ),
@@ -381,7 +381,7 @@ MISTAKES = {
     ),
     # Losses.
     "Trace_ELBO": (
-        lambda: step(model, TSVGP(model, Z), X, y, loss=Trace_ELBO()),
+        lambda: step(model, TSVGP(model, Z), X, y, loss=Trace_ELBO(), optim=sgp.NaturalGradient()),
         NotImplementedError,
         ("log q(f)", "`Trace_ELBO`", "wrong", "QuadratureELBO", "TraceMeanField_ELBO", "MCMC", "`Predictive`"),
     ),

@@ -1,6 +1,9 @@
 """Natural steps: their direction, their fixed points, their floor, their schedules and their refusals."""
 
+import dataclasses
 from functools import partial
+import re
+import warnings
 
 from grids import representative
 from guides import GUIDES, NATURAL, ONE_SITE_A_ROW, arbitrary_parameters, initial_parameters, loss_at
@@ -472,6 +475,52 @@ def test_a_schedule_of_steps_is_the_loop_written_out(steps):
     for key, value in trained.items():
         assert_allclose(got[key], value, rtol=1e-8, atol=1e-10)
     assert loss < first
+
+
+# A plain optimizer.
+
+ADVICE = "natural parameters .* trained by their gradient.*`NaturalGradient"
+
+
+@pytest.mark.parametrize("name", [*representative(NATURAL, ["tied"], mark=pytest.mark.once), "whitened"])
+@pytest.mark.usefixtures("x64")
+def test_natural_parameters_under_a_plain_optimizer_warn_once_and_only_they(name):
+    model, guide, y, _ = set_up(name, "poisson")
+    svi = SVI(model, guide, optax.adam(1e-2), sgp.QuadratureELBO())
+    state = svi.init(jax.random.key(0), X, y)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        update = jax.jit(svi.update)
+        state, _ = update(state, X, y)
+        update(state, X, y)
+        guide.posterior(jax.random.key(0), svi.get_params(state), X)
+    assert len(caught) == (0 if name == "whitened" else 1)
+    assert all(re.search(ADVICE, str(each.message)) for each in caught)
+
+
+@pytest.mark.parametrize("options", [{}, {"e_steps": 2, "m_steps": 2}, {"in_turn": True}])
+def test_natural_gradients_do_not_warn(options):
+    model, guide, y, _ = set_up("tied", "poisson")
+    svi = SVI(model, guide, sgp.NaturalGradient(0.5, **options), sgp.QuadratureELBO())
+    svi.update(svi.init(jax.random.key(0), X, y), X, y)
+
+
+@pytest.mark.filterwarnings("ignore:The natural parameters:UserWarning")
+@pytest.mark.usefixtures("x64")
+def test_the_gradient_of_natural_parameters_is_the_true_one_in_both_modes_and_has_a_hessian():
+    model, guide, y, params = set_up("tied", "poisson")
+    start = jnp.asarray(params["f_auto_sites"].lambda1)
+
+    def loss(lambda1):
+        sites = dataclasses.replace(params["f_auto_sites"], lambda1=lambda1)
+        return loss_at({**params, "f_auto_sites": sites}, model, guide, X, y)
+
+    gradient = jax.jit(jax.grad(loss))
+    steps = 1e-5 * np.eye(len(start))
+    assert_allclose(gradient(start), [(loss(start + step) - loss(start - step)) / 2e-5 for step in steps], rtol=1e-6)
+    assert_allclose(jax.jacfwd(loss)(start), gradient(start), rtol=1e-10)
+    hessian = [(gradient(start + step) - gradient(start - step)) / 2e-5 for step in steps]
+    assert_allclose(jax.hessian(loss)(start), hessian, rtol=1e-5, atol=1e-6)
 
 
 # Refusals.

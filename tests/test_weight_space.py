@@ -622,6 +622,7 @@ def test_an_unknown_parametrisation_is_refused():
         sgp.AutoWeightSpaceGP(with_kernel(kernels.Linear()), parametrization="nautral")
 
 
+@pytest.mark.filterwarnings("ignore:The natural parameters:UserWarning")  # of a plain optimizer, as the error
 def test_a_posterior_is_held_only_where_it_is_made_of_sums_that_stay_positive():
     model = with_kernel(kernels.Linear())
     with pytest.raises(ValueError, match=r"`refresh` is for 'natural' and 'mean', got 5 with 'root'"):

@@ -2,8 +2,12 @@
 
 from collections.abc import Iterator
 import contextlib
+import dataclasses
+from functools import partial
 from typing import Any, cast
+import warnings
 
+import jax
 from jax import Array
 import numpyro
 from numpyro.primitives import _PYRO_STACK, mutable
@@ -13,6 +17,7 @@ from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.guides.handlers import SwapGaussianProcesses
 from numpyro_sgp.inducing import ProbedInducing, report_candidates
 from numpyro_sgp.posteriors.moments import Moments, roots_of
+from numpyro_sgp.posteriors.natural_parameters import AbstractSites
 
 __all__ = ["SiteParameters", "parameter", "with_candidates"]
 
@@ -29,6 +34,27 @@ def parameter(name: str, init: Any, predicting: bool) -> Any:
         raise ValueError(msg)
 
     return numpyro.param(name, missing if predicting else init)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _natural(name: str, lambda1: Array) -> Array:
+    """The natural parameter as it is, with a warning where it is differentiated.
+
+    `NaturalGradient` differentiates a perturbation in its place, and predictions have no need to.
+    """
+    del name
+    return lambda1
+
+
+@_natural.defjvp
+def _natural_jvp(name: str, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    msg = (
+        f"The natural parameters {name!r} are trained by their gradient, as by a plain optimizer: that is correct, but "
+        "slow. Pass `NaturalGradient(step_size=0.5, others=optax.adam(1e-2))` to `SVI` in its place, or take "
+        "`AutoSVGP(model, inducing)`, which has a mean and a root for plain optimizers."
+    )
+    warnings.warn(msg, UserWarning, stacklevel=2)
+    return primals[0], tangents[0]
 
 
 @contextlib.contextmanager
@@ -66,8 +92,11 @@ class SiteParameters:
             self.initial.add(symbol)
             return init(rng_key) if callable(init) else init
 
+        name = f"{self.site}_{self.prefix}_{symbol}"
         with _past_the_model():
-            value = parameter(f"{self.site}_{self.prefix}_{symbol}", start, self.predicting)
+            value = parameter(name, start, self.predicting)
+        if isinstance(value, AbstractSites) and self.probed and not self.predicting:
+            return dataclasses.replace(value, lambda1=_natural(name, value.lambda1))
         if not isinstance(value, ProbedInducing):
             return value if self.probed else value_of(value)
         self.growing.append(value)

@@ -20,6 +20,7 @@ from numpyro_sgp.math.marginal_likelihood import (
     log_evidence,
     minimax_objective,
 )
+from numpyro_sgp.posteriors.natural_parameters import AbstractSites
 from numpyro_sgp.posteriors.process import Guide
 from numpyro_sgp.posteriors.weight_space.adversary import adversary_of
 from numpyro_sgp.posteriors.weight_space.families import AdversarialWeights
@@ -47,6 +48,11 @@ class _MarginalLikelihood(ELBO):
             msg = f"`{name}` needs a sparse guide, such as `AutoWeightSpaceGP`, got {type(guide).__name__}."
             raise TypeError(msg)
 
+        # The loss does not depend on natural parameters, whose gradient is zero: no reason for the guide to warn.
+        param_map = {
+            name: jax.lax.stop_gradient(value) if isinstance(value, AbstractSites) else value
+            for name, value in param_map.items()
+        }
         data = read_regression(rng_key, param_map, model, cast(Any, guide), args, kwargs, name, self.parametrization)
         loss, state = self._evaluate(data, cast(Any, guide))
         return {"loss": loss, "mutable_state": state or None}
