@@ -87,7 +87,7 @@ def cholesky(K: Array, jitter: ArrayLike = 0.0) -> Array:
     if not (isinstance(jitter, float) and jitter == 0.0):
         K = with_jitter(K, jitter)
     # The columns that LAPACK reads are the rows of the transpose.
-    return lax.linalg.cholesky(jnp.swapaxes(by_rows(K), -1, -2), symmetrize_input=False)
+    return lax.linalg.cholesky(jnp.swapaxes(K, -1, -2), symmetrize_input=False)
 
 
 def _solve(L: Array, B: Array, transpose: bool) -> Array:
@@ -191,6 +191,12 @@ _TRANSPOSED = 512
 
 def _split(M: int) -> int:
     return 64 * -(-(M // 2) // 64)
+
+
+def _strips(M: int) -> list[slice]:
+    """Rows of a triangular matrix by quarters: what is zero beside each strip is left out of its product."""
+    size = max(128, 64 * -(-M // 256))
+    return [slice(start, min(start + size, M)) for start in range(0, M, size)]
 
 
 def mirrored(F: Array) -> Array:
@@ -365,12 +371,12 @@ def lower_part_of_upper_product(U: Array, B: Array) -> Array:
 
 
 def lower_product(X: Array, B: Array) -> Array:
-    """X B for lower triangular X, (..., M, M), and B, (..., M, N): three of the four products of half the size."""
+    """X B for lower triangular X, (..., M, M), and B, (..., M, N)."""
     M = X.shape[-1]
     if M < _SPLIT or B.shape[-1] == 1:
         return matmul(X, B)
-    h = _split(M)
-    return jnp.concatenate([matmul(X[..., :h, :h], B[..., :h, :]), matmul(X[..., h:, :], B)], axis=-2)
+    parts = [matmul(X[..., rows, : rows.stop], B[..., : rows.stop, :]) for rows in _strips(M)]
+    return jnp.concatenate(parts, axis=-2)
 
 
 def upper_product(U: Array, B: Array) -> Array:
@@ -378,8 +384,8 @@ def upper_product(U: Array, B: Array) -> Array:
     M = U.shape[-1]
     if M < _SPLIT or B.shape[-1] == 1:
         return matmul(U, B)
-    h = _split(M)
-    return jnp.concatenate([matmul(U[..., :h, :], B), matmul(U[..., h:, h:], B[..., h:, :])], axis=-2)
+    parts = [matmul(U[..., rows, rows.start :], B[..., rows.start :, :]) for rows in _strips(M)]
+    return jnp.concatenate(parts, axis=-2)
 
 
 def _product_with_upper(B: Array, U: Array) -> Array:
@@ -498,7 +504,18 @@ def _block_diagonal(blocks: list[Array]) -> Array:
 def _lower_product_of_transposed(U: Array, B: Array) -> Array:
     """Uᵀ B for upper triangular U: as a linear map of B, one whose transpose is quick."""
     # JAX transposes a product with the cotangent as its left factor, which must not be contracted over its first axis.
-    return transposed(_product_with_upper(transposed(B), U))
+    M, B_t = U.shape[-1], transposed(B)
+    if M < _SPLIT:
+        return transposed(matmul(B_t, U))
+    strips = _strips(M)
+    parts = zip(jnp.split(B_t, [rows.start for rows in strips[1:]], axis=-1), strips, strict=True)
+    products = (_behind(rows.start, matmul(part, U[..., rows, rows.start :])) for part, rows in parts)
+    return transposed(sum(products, start=next(products)))
+
+
+def _behind(columns: int, B: Array) -> Array:
+    """[0, B] with so many columns of zeros."""
+    return jnp.pad(B, [(0, 0)] * (B.ndim - 1) + [(columns, 0)])
 
 
 def largest_eigenvalue(K: Array) -> Array:

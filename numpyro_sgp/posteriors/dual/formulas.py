@@ -104,7 +104,7 @@ def whitened_moments(lambda1: Array, Lambda2: Array, A: Array, kff: Array) -> Wh
     M = lambda1.shape[-1]
     L_P, L_P_inverse = root_of_precision(jnp.eye(M, dtype=A.dtype) + Lambda2)
     T = lower_product(L_P_inverse, A)
-    m = matvec(transposed(L_P_inverse), matvec(L_P_inverse, lambda1))
+    m = matvec_transposed(L_P_inverse, matvec(L_P_inverse, lambda1))
     kl = divergence_of_covariance(L_P, L_P_inverse) + 0.5 * jnp.sum(m * m, axis=-1)
     explained = kff - jnp.sum(A * A, axis=-2) >= 0.0
     return Whitened(moments(matvec_transposed(A, m), kff, A, T, kl), T, m, L_P_inverse, explained)
