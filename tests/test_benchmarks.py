@@ -7,6 +7,7 @@ from scripts import ROOT, run
 
 # Scripts with a file for each part of what they measure.
 SEVERAL = {
+    "automatic_fit": {"automatic_fit", "automatic_fit_nuts"},
     "finite_rank_tables": {"finite_rank_tables_linear_2", "finite_rank_tables_gaussian_2"},
     "gaussian_bound": {"gaussian_bound", "gaussian_bound_steps"},
     "joint_posteriors": {"joint_posteriors", "joint_steps"},

@@ -27,7 +27,7 @@ from numpyro_sgp.fitting import batches as batches_module
 from numpyro_sgp.fitting.batches import Batches, native
 from numpyro_sgp.fitting.program import Program
 
-fit_module = sys.modules[fit.__module__]  # `numpyro_sgp.fitting.fit` is the function
+training_module = sys.modules["numpyro_sgp.fitting.training"]
 KEY = jax.random.key(7)
 Y = LIKELIHOODS["normal"].y
 quiet_fit = functools.partial(fit, progress_bar=False)
@@ -177,9 +177,9 @@ def test_how_steps_fall_into_dispatches_cannot_change_a_result(guide_name, monke
     # Sites of a dense posterior hold the data twice in the state, which is donated.
     batch_size = N if guide_name == "per_datum" else BATCH
     run = functools.partial(quiet_fit, rng_key=KEY, data=(X, Y), batch_size=batch_size, num_steps=23)
-    monkeypatch.setattr(fit_module, "_DISPATCH_SECONDS", 0.0)
+    monkeypatch.setattr(training_module, "_DISPATCH_SECONDS", 0.0)
     one_by_one = run(gp_svi(guide_name))
-    monkeypatch.setattr(fit_module, "_DISPATCH_SECONDS", 1e6)
+    monkeypatch.setattr(training_module, "_DISPATCH_SECONDS", 1e6)
     assert_equal_results(run(gp_svi(guide_name)), one_by_one)
     monkeypatch.setattr(batches_module, "_CHUNK_STEPS", 5)
     assert_equal_results(run(gp_svi(guide_name)), one_by_one)
@@ -194,7 +194,7 @@ def test_one_program_serves_a_run_and_the_model_is_traced_no_more_for_more_steps
             super().__init__(*args)
             programs.append(self)
 
-    monkeypatch.setattr(fit_module, "Program", Recorded)
+    monkeypatch.setattr(training_module, "Program", Recorded)
     monkeypatch.setattr(batches_module, "_CHUNK_STEPS", 4)
     traces = []
     for num_steps in (1, 23):
@@ -789,7 +789,7 @@ def test_a_failure_at_any_point_of_writing_leaves_the_old_file(tmp_path, monkeyp
     path = tmp_path / "a.npz"
     save_checkpoint(path, {"a": np.zeros(3)})
     before = path.read_bytes()
-    for module, name in ((np, "savez"), (fit_module.os, "fsync"), (Path, "replace")):
+    for module, name in ((np, "savez"), (training_module.os, "fsync"), (Path, "replace")):
 
         def fails(*args, **kwargs):
             raise OSError("no space left on device")

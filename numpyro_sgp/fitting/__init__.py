@@ -1,5 +1,6 @@
 """Training on minibatches, whether they come again or once, what is called between steps, and checkpoints."""
 
+from numpyro_sgp.fitting.automatic import FitReport, FitResult
 from numpyro_sgp.fitting.callbacks import AbstractCallback, EarlyStopping, FitProgress
 from numpyro_sgp.fitting.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from numpyro_sgp.fitting.fit import fit
@@ -10,6 +11,8 @@ __all__ = [
     "Checkpoint",
     "EarlyStopping",
     "FitProgress",
+    "FitReport",
+    "FitResult",
     "Streaming",
     "StreamingState",
     "fit",

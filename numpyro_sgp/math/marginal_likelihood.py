@@ -6,6 +6,7 @@ With Kuu = L Lᵀ, A = L⁻¹Kuf, noise variances σ_n² and w_n = 1/σ_n²: B =
 q(v) = N(B⁻¹ A diag(w) y, B⁻¹) with u = L v.
 """
 
+from collections.abc import Callable
 from functools import partial
 import math
 from typing import NamedTuple
@@ -45,6 +46,7 @@ __all__ = [
     "dense_log_evidence",
     "evidence_bound",
     "evidence_given",
+    "evidence_upper_bound",
     "log_evidence",
     "minimax_objective",
 ]
@@ -129,6 +131,54 @@ def _solve_many(L: Array, B: Array) -> Array:
     its rounding, the condition number of L times the machine epsilon whatever B, cost nats where the solve lost 0.05.
     """
     return matmul(triangular_inverse(L), B) if jnp.finfo(L.dtype).eps < 1e-10 else solve_lower(L, B)
+
+
+def evidence_upper_bound(
+    Kuu: Array,
+    Kuf: Array,
+    kff: Array,
+    residual: Array,
+    noise: Array,
+    product: Callable[[Array], Array],
+    num_iterations: int,
+) -> Array:
+    """An upper bound of log N(y | 0, K + diag σ²), in O(N²) operations for each iteration.
+
+    −½ [N log 2π + log|Q + diag σ²| + 2 vᵀr − vᵀ(K + diag σ²)v], which holds for every v, as K ⪰ Q. The best v is
+    (K + diag σ²)⁻¹r. Conjugate gradients go there from (Q + diag(σ² + t))⁻¹r, t = tr(K − Q), where the bound is at
+    least that of Titsias.
+
+    Args:
+        Kuu: prior covariance of the inducing variables, with jitter, (M, M).
+        Kuf: (M, N).
+        kff: prior variances, (N,).
+        residual: r, observations less the prior mean, (N,).
+        noise: noise variances σ_n², (N,).
+        product: K times a vector.
+        num_iterations: of conjugate gradients.
+
+    References:
+        Gibbs and MacKay (1997), "Efficient implementation of Gaussian processes", for the quadratic term; Titsias
+        (2014), "Variational inference for Gaussian and determinantal point processes", for the determinant and t.
+    """
+    q = collapsed(Kuu, Kuf, kff, residual, noise, "dtc")
+    t = jnp.sum(jnp.maximum(q.unexplained, 0.0))
+    start = collapsed(Kuu, Kuf, kff, residual, noise + t, "dtc")
+
+    def covariance(x: Array) -> Array:
+        return product(x) + noise * x
+
+    def preconditioner(x: Array) -> Array:
+        """(Q + diag σ²)⁻¹ x."""
+        c = solve_lower(q.L_B, matvec(q.A, q.precision * x)[..., None])
+        return q.precision * (x - matvec_transposed(q.A, solve_lower_transposed(q.L_B, c)[..., 0]))
+
+    v, _ = jax.scipy.sparse.linalg.cg(
+        covariance, residual, x0=start.precision * start.misfit, M=preconditioner, tol=0.0, maxiter=num_iterations
+    )
+    quadratic = 2.0 * jnp.sum(v * residual) - jnp.sum(v * covariance(v))
+    N = residual.shape[-1]
+    return -0.5 * (N * math.log(2.0 * math.pi) + jnp.sum(jnp.log(noise)) + log_determinant(q.L_B) + quadratic)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(5,))

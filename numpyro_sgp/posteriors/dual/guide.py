@@ -1,8 +1,9 @@
 """Dual parametrisation (t-SVGP): q(u) = prior × Gaussian sites, where the sites stay fixed while the prior moves."""
 
 from collections.abc import Callable, Mapping
+import copy
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 from jax import Array
@@ -241,6 +242,25 @@ class AutoTSVGP(AbstractAutoSparseGP):
         self.init_from = init_from
         Dual(None, **self._options)  # a mistake in the options raises here, not at the first run
         super().__init__(model, base=base, prefix=prefix, joint=joint)
+
+    @property
+    def learns_inducing(self) -> bool:
+        """Whether the inducing inputs are trained."""
+        return bool(self._options["learn_inducing"])
+
+    def with_inducing(
+        self, inducing: Inducing | Mapping[str, Inducing | None] | None, *, learn_inducing: bool = False
+    ) -> Self:
+        """The same guide with other inducing inputs; it keeps its base guide, with what that has found in the model.
+
+        Args:
+            inducing: inducing inputs (M, D), an inducing object, or a dict of them by site.
+            learn_inducing: whether to train them.
+        """
+        guide = copy.copy(self)
+        guide.inducing = inducing
+        guide._options = {**self._options, "learn_inducing": learn_inducing}
+        return guide
 
     def family(self, site: str) -> AbstractPosteriorFamily:
         start = started_at(self.init_from, site)

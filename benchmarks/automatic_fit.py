@@ -1,0 +1,258 @@
+"""`fit(model, key, data)` without a setting: test scores and time on data sets, beside GPflow, and beside NUTS.
+
+The model is a GP with a Matérn-5/2 kernel, a lengthscale for each column and Gaussian noise, or Bernoulli outcomes for
+classes. GPflow's SVGP has its usual settings: inducing inputs from k-means, 256 at most, that are trained; natural
+steps of 0.1 on q and Adam of 0.01 on the rest, on batches of 256, 3000 of each. Scores are those of test rows: mean
+negative log predictive density (NLPD), and root mean squared error in units of the outcome's standard deviation, or
+for classes the error rate. Each fit is a process of its own, whose time counts from the first line to the last
+parameter, imports and compilation included.
+
+    python benchmarks/automatic_fit.py --data yacht.npz magic.npz --folds 2 --gpflow PYTHON --output results
+    python benchmarks/automatic_fit.py --nuts --output results
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+import subprocess
+import sys
+import tempfile
+import time
+
+STARTED = time.time()
+
+import numpy as np  # noqa: E402  (the clock starts before anything is imported)
+
+
+def scores(mean: np.ndarray, variance: np.ndarray, noise: float, y: np.ndarray) -> dict[str, float]:
+    """Of Gaussian predictions."""
+    variance = variance + noise**2
+    nlpd = np.mean(0.5 * np.log(2.0 * np.pi * variance) + 0.5 * (y - mean) ** 2 / variance)
+    return {"nlpd": float(nlpd), "error": float(np.sqrt(np.mean((y - mean) ** 2)))}
+
+
+def class_scores(p: np.ndarray, y: np.ndarray) -> dict[str, float]:
+    """Of probabilities of the class 1."""
+    nlpd = -np.mean(np.log(np.where(y == 1.0, p, 1.0 - p)))
+    return {"nlpd": float(nlpd), "error": float(np.mean((p > 0.5) != (y == 1.0)))}
+
+
+def ours(p: dict, binary: bool, reduced: bool) -> dict:
+    """A fit without a setting."""
+    import jax
+    import numpyro
+    import numpyro.distributions as dist
+
+    import numpyro_sgp as sgp
+
+    numpyro.enable_x64()
+    D = p["X"].shape[1]
+
+    def model(X, y=None, num_data=None):
+        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(1.0, 1.0).expand([D]).to_event(1))
+        variance = numpyro.sample("variance", dist.LogNormal(0.0, 1.0))
+        f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.Matern52(lengthscale, variance), X))
+        noise = None if binary else numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
+        with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=f) if noise is None else dist.Normal(f, noise), obs=y)
+
+    options = {"num_inducing": 5, "num_steps": 5} if reduced else {}
+    result = sgp.fit(model, jax.random.key(0), (p["X"], p["y"]), progress_bar=False, **options)
+    seconds = time.time() - STARTED
+    report = result.report
+    print(report, file=sys.stderr)
+    q = result.guide.posterior(jax.random.key(1), result.params, p["X_test"])["f"]
+    if binary:
+        found = class_scores(np.asarray(q.expectation(jax.nn.sigmoid)), p["y_test"])
+    else:
+        noise = float(result.guide.median(result.params, p["X"][:2], p["y"][:2])["noise"])
+        found = scores(np.asarray(q.mean), np.asarray(q.variance), noise, p["y_test"])
+    chosen = {"M": report.num_inducing["f"], "method": report.method, "converged": report.converged}
+    return {**found, "seconds": seconds, **chosen}
+
+
+def gpflow(p: dict, binary: bool, reduced: bool) -> dict:
+    """SVGP with its usual settings."""
+    import gpflow
+    import tensorflow as tf
+
+    X, y = p["X"], p["y"][:, None]
+    kernel = gpflow.kernels.Matern52(lengthscales=np.ones(X.shape[1]))
+    likelihood = gpflow.likelihoods.Bernoulli(gpflow.likelihoods.utils.inv_probit) if binary else None
+    likelihood = gpflow.likelihoods.Gaussian(0.1) if likelihood is None else likelihood
+    model = gpflow.models.SVGP(kernel, likelihood, p["Z"], num_data=len(X))
+    gpflow.set_trainable(model.q_mu, False)
+    gpflow.set_trainable(model.q_sqrt, False)
+    natural, adam = gpflow.optimizers.NaturalGradient(gamma=0.1), tf.optimizers.Adam(0.01)
+
+    @tf.function
+    def step(batch):
+        natural.minimize(lambda: model.training_loss(batch), [(model.q_mu, model.q_sqrt)])
+        parameters = model.trainable_variables
+        with tf.GradientTape() as tape:
+            value = model.training_loss(batch)
+        adam.apply_gradients(zip(tape.gradient(value, parameters), parameters, strict=True))
+
+    rng, B = np.random.default_rng(0), min(256, len(X))
+    for _ in range(5 if reduced else 3000):
+        rows = rng.choice(len(X), B, replace=False)
+        step((tf.constant(X[rows]), tf.constant(y[rows])))
+    seconds = time.time() - STARTED
+    if binary:
+        found = class_scores(model.predict_y(p["X_test"])[0].numpy()[:, 0], p["y_test"])
+    else:
+        mean, variance = (each.numpy()[:, 0] for each in model.predict_f(p["X_test"]))
+        found = scores(mean, variance, float(likelihood.variance.numpy()) ** 0.5, p["y_test"])
+    versions = {"gpflow": gpflow.__version__, "tensorflow": tf.__version__}
+    return {**found, "seconds": seconds, "M": len(p["Z"]), "versions": versions}
+
+
+def against_nuts(reduced: bool) -> list[dict]:
+    """Posteriors of `fit` beside long chains of the dense model: a regression, and counts with effects of groups."""
+    import jax
+    import jax.numpy as jnp
+    import numpyro
+    from numpyro.diagnostics import summary
+    import numpyro.distributions as dist
+    from numpyro.infer import MCMC, NUTS
+
+    import numpyro_sgp as sgp
+
+    rng, N = np.random.default_rng(0), 80
+    X, group = np.sort(rng.uniform(-2.0, 2.0, (N, 1)), axis=0), rng.integers(0, 5, N)
+    f = np.sin(3.0 * X[:, 0])
+    outcomes = {
+        "regression": f + 0.3 * rng.normal(size=N),
+        "counts with effects": rng.poisson(np.exp(f + rng.normal(size=5)[group] + 0.5)).astype(float),
+    }
+
+    def model(X, group, y=None, *, counts: bool, dense: bool):
+        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.5))
+        kernel = sgp.kernels.Matern52(lengthscale)
+        if dense:
+            L = jnp.linalg.cholesky(kernel(X, X) + 1e-6 * jnp.eye(N))
+            f = numpyro.deterministic("f", L @ numpyro.sample("v", dist.Normal().expand([N])))
+        else:
+            f = numpyro.sample("f", sgp.GaussianProcess(kernel, X))
+        if counts:
+            level = numpyro.sample("level", dist.Normal(0.0, 2.0))
+            with numpyro.plate("groups", 5):
+                effect = numpyro.sample("effect", dist.Normal(0.0, 1.0))
+        else:
+            noise = numpyro.sample("noise", dist.LogNormal(-1.0, 0.5))
+        with numpyro.plate("data", N):
+            likelihood = dist.Poisson(jnp.exp(f + level + effect[group])) if counts else dist.Normal(f, noise)
+            numpyro.sample("y", likelihood, obs=y)
+
+    table = []
+    for name, y in outcomes.items():
+        counts = name != "regression"
+        chains = MCMC(
+            NUTS(model),
+            num_warmup=20 if reduced else 1000,
+            num_samples=20 if reduced else 4000,
+            num_chains=2,
+            chain_method="sequential",
+            progress_bar=False,
+        )
+        chains.run(jax.random.key(0), X, group, y, counts=counts, dense=True)
+        exact, found = chains.get_samples(), summary(chains.get_samples(group_by_chain=True))
+        r_hat, ess = max(np.max(v["r_hat"]) for v in found.values()), min(np.min(v["n_eff"]) for v in found.values())
+
+        def both(X, group, y=None, counts=counts):
+            return model(X, group, y, counts=counts, dense=False)
+
+        result = sgp.fit(both, jax.random.key(1), (X, group, y), progress_bar=False)
+        draws = result.guide.sample_posterior(
+            jax.random.key(2), result.params, X, group, sample_shape=(50 if reduced else 8000,)
+        )
+        for latent in sorted(exact.keys() - {"v"}):
+            # Positive latents where they are unconstrained.
+            positive = latent in ("lengthscale", "noise")
+            theirs, own = (np.log(each[latent]) if positive else np.asarray(each[latent]) for each in (exact, draws))
+            sd = np.std(theirs, axis=0)
+            error, ratio = np.abs(np.mean(own, axis=0) - np.mean(theirs, axis=0)) / sd, np.std(own, axis=0) / sd
+            row = {"model": name, "latent": latent, "r_hat": float(r_hat), "ess": float(ess)}
+            row |= {"error": float(np.max(error)), "least": float(np.min(ratio)), "largest": float(np.max(ratio))}
+            table.append(row)
+            print(
+                f"{name:20s} {latent:12s} mean within {row['error']:.2f} sd, "
+                f"sds {row['least']:.3f} to {row['largest']:.3f} (R-hat {r_hat:.4f}, ESS {ess:.0f})",
+                flush=True,
+            )
+    return table
+
+
+LIBRARIES = {"numpyro_sgp": ours, "gpflow": gpflow}
+
+
+def child(library: str, path: Path, reduced: bool) -> None:
+    """One fit; prints JSON."""
+    with np.load(path) as file:
+        p = dict(file)
+    print(json.dumps(LIBRARIES[library](p, bool(p.pop("binary")), reduced)))
+
+
+def measured(library: str, python: str, path: Path, reduced: bool) -> dict:
+    """One fit, in a process of its own."""
+    command = [python, __file__, "--child", library, "--problem", str(path), *(["--reduced"] if reduced else [])]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if result.returncode:
+        raise RuntimeError(f"{library} failed:\n{result.stderr}")
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Every data set, fold and library."""
+    from common import earlier, npz, report
+    import numpyro
+
+    import numpyro_sgp as sgp
+
+    numpyro.enable_x64()
+    libraries = {"numpyro_sgp": sys.executable, **({"gpflow": arguments.gpflow} if arguments.gpflow else {})}
+    runs = earlier("automatic_fit", {}, arguments.output)
+    sets = {path.stem: [npz(path, fold) for fold in range(arguments.folds)] for path in arguments.data}
+    if arguments.reduced:
+        rng = np.random.default_rng(0)
+        X = rng.uniform(-2.0, 2.0, (60, 2))
+        y = np.sin(3.0 * X[:, 0]) + 0.1 * rng.normal(size=60)
+        sets = {"synthetic": [(X[:50], y[:50], X[50:], y[50:])]}
+    for name, folds in sets.items():
+        for fold, (X, y, X_test, y_test) in enumerate(folds):
+            binary = bool(np.isin(y, (0.0, 1.0)).all())
+            Z = np.asarray(sgp.kmeans(None, X, num_inducing=min(256, len(X) // 2)))
+            for library, python in libraries.items():
+                with tempfile.TemporaryDirectory() as folder:
+                    path = Path(folder) / "problem.npz"
+                    np.savez(path, X=X, y=y, X_test=X_test, y_test=y_test, Z=Z, binary=binary)
+                    found = measured(library, python, path, arguments.reduced)
+                run = runs.setdefault(name, {"rows": len(X), "columns": X.shape[1], "binary": binary})
+                run.setdefault(library, {})[str(fold)] = found
+                text = (
+                    f"NLPD {found['nlpd']:.4f}, error {found['error']:.4f}, {found['seconds']:.0f} s, M = {found['M']}"
+                )
+                print(f"{name} {fold} {library}: {text}", flush=True)
+        report("automatic_fit", {"settings": {}, "runs": runs}, arguments.output)
+    if arguments.nuts or arguments.reduced:
+        report("automatic_fit_nuts", {"table": against_nuts(arguments.reduced)}, arguments.output)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, nargs="*", default=[], help="data sets as .npz with X, y and test_mask")
+    parser.add_argument("--folds", type=int, default=1, help="how many folds of each")
+    parser.add_argument("--gpflow", help="interpreter with GPflow")
+    parser.add_argument("--nuts", action="store_true", help="a comparison with NUTS, too")
+    parser.add_argument("--reduced", action="store_true")
+    parser.add_argument("--output", type=Path, help="folder for the results as JSON")
+    parser.add_argument("--child", choices=LIBRARIES, help=argparse.SUPPRESS)
+    parser.add_argument("--problem", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(options.child, options.problem, options.reduced)
+    else:
+        main(options)

@@ -1,0 +1,186 @@
+"""`fit_model`: a sample of the rows or all of them is searched, then minibatches where all are too many."""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import time
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+from numpyro.infer import SVI
+from numpyro.infer.autoguide import AutoNormal
+from numpyro.infer.svi import SVIState
+import optax
+
+from numpyro_sgp._internal.checks import positive
+from numpyro_sgp.fitting.automatic.budget import BATCH, parsed_budget
+from numpyro_sgp.fitting.automatic.placing import unexplained
+from numpyro_sgp.fitting.automatic.report import FitReport, FitResult, evidence_of
+from numpyro_sgp.fitting.automatic.search import NEGLIGIBLE, Search, Task, effects, inducing_of, priors_at
+from numpyro_sgp.fitting.batches import checked_rows
+from numpyro_sgp.fitting.training import train
+from numpyro_sgp.guides.members import Joint
+from numpyro_sgp.losses.quadrature_elbo import QuadratureELBO
+from numpyro_sgp.optim import NaturalGradient
+from numpyro_sgp.posteriors.family import Inducing
+
+__all__ = ["fit_model"]
+
+# A larger data set is first seen through a sample of its rows, and then as a whole if that takes at most this many
+# operations N M²: about a second on a core.
+_SAMPLE, _MOST_OPERATIONS = 2000, 2e9
+# Steps of the first cycle and of the longest.
+_FIRST_CYCLE, _LONGEST_CYCLE = 500, 4000
+# Where step sizes start in a cycle: of Adam, and ρ.
+_RATE, _RHO = 0.03, 0.3
+
+
+def fit_model(
+    model: Callable,
+    rng_key: Array,
+    data: Any,
+    *,
+    budget: str | float | Sequence[str | float] | None = None,
+    num_inducing: int | None = None,
+    inducing: Inducing | Mapping[str, Inducing] | None = None,
+    learn_inducing: bool | None = None,
+    base: Any = None,
+    joint: Joint | None = None,
+    loss: QuadratureELBO | None = None,
+    batch_size: int | None = None,
+    num_steps: int | None = None,
+    progress_bar: bool = True,
+) -> FitResult:
+    """Choose inducing inputs, optimizer and schedule for a model, and fit it; see `fit`."""
+    started, allowed = time.perf_counter(), parsed_budget(budget)
+    rows = checked_rows((rng_key,), data)
+    if num_inducing is not None:
+        num_inducing = positive("num_inducing", num_inducing, "None lets `fit` choose.")
+    if batch_size is not None:
+        batch_size = min(positive("batch_size", batch_size, "None lets `fit` choose."), rows)
+    task = Task(
+        model=model,
+        data=data,
+        rows=rows,
+        loss=QuadratureELBO() if loss is None else loss,
+        base=AutoNormal if base is None else base,
+        joint="auto" if joint is None else joint,
+        inducing=inducing,
+        learn_inducing=learn_inducing,
+        most_inducing=num_inducing or allowed.most_inducing(),
+        number_given=num_inducing is not None,
+        deadline=started + allowed.seconds,
+    )
+    key_search, key_train = jax.random.split(jax.random.fold_in(rng_key, 1))
+    every, some = np.arange(rows), np.sort(np.random.default_rng(0).permutation(rows)[:_SAMPLE])
+    # Without `num_data` a model does not know that it sees a part.
+    whole = not task.keywords(rows) or (rows <= _SAMPLE if batch_size is None else batch_size == rows)
+    if joint is None:
+        task = dataclasses.replace(task, joint=effects(task, every if whole else some, key_search))
+    search = Search(task, every if whole else some, key_search)
+    search.run()
+    if not whole and batch_size is None and search.profile.exact and search.enough:
+        M = search.num_inducing
+        if rows * M**2 <= _MOST_OPERATIONS and allowed.allows(M, rows):
+            guide = search.guide.with_inducing(search.inducing)
+            search = Search(task, every, key_search, guide, search.hyperparameters)
+            search.run()
+            whole = True
+    if whole and search.deterministic and num_steps is None and search.widen():
+        return _searched(search, key_train, started)
+    if batch_size is None:
+        batch_size = rows if whole else min(BATCH, rows)
+    return _trained(search, key_train, batch_size, num_steps, started, progress_bar)
+
+
+def _searched(search: Search, rng_key: Array, started: float) -> FitResult:
+    """The end of a search as that of an ordinary optimizer."""
+    profile = search.profile
+    svi = SVI(search.task.model, search.guide, NaturalGradient(0.5, optax.adam(0.1 * _RATE)), search.task.loss)
+    svi.constrain_fn = profile.svi.constrain_fn
+    state = SVIState(svi.optim.init(profile.unconstrained), profile.state.mutable_state, rng_key)
+    method = f"all at once, L-BFGS with {profile.evaluations} evaluations"
+    return _result(search, svi, state, jnp.asarray([search.value]), method, search.converged, started)
+
+
+def _trained(
+    search: Search, rng_key: Array, batch_size: int, num_steps: int | None, started: float, progress_bar: bool
+) -> FitResult:
+    """Natural steps and Adam on batches: cycles of falling step sizes, each twice as long, while the bound rises."""
+    task, keywords, start = search.task, search.task.keywords(search.task.rows), None
+    inducing = task.inducing or search.inducing
+    if search.deterministic:
+        search.widen()
+        # All rows say more than the sample.
+        shrink = (search.rows / task.rows) ** 0.5
+        start = search.hyperparameters
+        start = {name: shrink * value if name in search.scales else value for name, value in start.items()}
+        inducing = search.chosen() if task.inducing is None else task.inducing
+    search.guide = guide = search.guide.with_inducing(inducing, learn_inducing=search.learns)
+    last_rho = max(batch_size / task.rows, 0.01)
+
+    def cycle(length: int) -> SVI:
+        rho = optax.cosine_decay_schedule(_RHO, length, min(1.0, last_rho / _RHO))
+        optim = NaturalGradient(rho, optax.adam(optax.cosine_decay_schedule(_RATE, length)))
+        return SVI(task.model, guide, optim, task.loss)
+
+    length = num_steps or _FIRST_CYCLE
+    svi = cycle(length)
+
+    def init(key: Array, params: dict[str, Any] | None, args: tuple) -> SVIState:
+        return svi.init(key, *args, init_params=params, **keywords)
+
+    batch = task.args(np.arange(batch_size))
+    state = init(rng_key, None, batch) if start is None else jax.jit(init)(rng_key, start, batch)
+    total, reached = 0, np.inf
+    while True:
+        begun = time.perf_counter()
+        run = train(
+            svi,
+            jax.random.fold_in(rng_key, total),
+            task.data,
+            batch_size=batch_size,
+            num_steps=length,
+            init_state=state,
+            progress_bar=progress_bar,
+            callback=lambda _: task.is_over,
+        )
+        state, total = run.state, total + len(run.losses)
+        bound = float(jnp.mean(run.losses[-max(1, len(run.losses) // 10) :]))
+        converged = reached - bound < NEGLIGIBLE * task.rows
+        left = (task.deadline - time.perf_counter()) * len(run.losses) / (time.perf_counter() - begun)
+        length = 2 * length
+        if num_steps or converged or length > _LONGEST_CYCLE or left < 0.2 * _FIRST_CYCLE:
+            method = f"batches of {batch_size}, {total} steps"
+            return _result(search, svi, state, run.losses, method, converged, started)
+        reached, length = bound, int(min(length, 0.9 * left))
+        following = cycle(length)
+        following.constrain_fn = svi.constrain_fn
+        params = svi.optim.get_params(state.optim_state)
+        svi, state = following, SVIState(following.optim.init(params), state.mutable_state, state.rng_key)
+
+
+def _result(
+    search: Search, svi: SVI, state: Any, losses: Array, method: str, converged: bool, started: float
+) -> FitResult:
+    task, guide, params = search.task, search.guide, svi.get_params(state)
+    inducing = inducing_of(guide, params)
+    values, priors = priors_at(task.model, guide, params, search.args, search.kwargs, search.rng_key)
+    evidence = None
+    if search.rows == task.rows and len(priors) == 1 and not any(g.latents for g in guide.joint_groups(params)):
+        ((site, prior),) = priors.items()
+        given = {**params, **{name: value for name, value in values.items() if name != site}}
+        evidence = evidence_of(task.model, given, site, prior, inducing[site], search.args, search.kwargs)
+    report = FitReport(
+        num_rows=task.rows,
+        method=method,
+        num_inducing={site: value.num_inducing for site, value in inducing.items()},
+        unexplained={site: unexplained(prior.kernel, prior.X, inducing[site]) for site, prior in priors.items()},
+        enough=search.enough,
+        converged=converged,
+        evidence=evidence,
+        seconds=time.perf_counter() - started,
+    )
+    return FitResult(guide, params, state, losses, svi, report)

@@ -1,0 +1,225 @@
+"""The bound of all rows as a function of the parameters that are not sites, which are at their best: for L-BFGS.
+
+The sites maximise the bound, so its total derivative is the partial one: no step is differentiated.
+"""
+
+from collections.abc import Collection
+import time
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+import numpy as np
+from numpyro.infer import SVI
+import optax
+import scipy.optimize
+
+from numpyro_sgp.optim import NaturalGradient
+
+__all__ = ["Profile"]
+
+# Natural steps from one evaluation to the next change the sites little; the first ones change them much.
+_MOST_STEPS = 30
+# Relative changes of the bound that are none; in float32 rounding is larger.
+_SETTLED = 1e-8
+_CORRECTIONS = 20
+# Unconstrained parameters move by e⁴ at most in one search, so that a step too long does not end in overflow.
+_REACH = 4.0
+
+
+class _Seen(NamedTuple):
+    """What `_recorder` keeps as its state."""
+
+    loss: Array
+    grads: Any
+
+
+def _recorder() -> optax.GradientTransformationExtraArgs:
+    """A transformation that moves nothing, and keeps the loss and the gradients that it is given."""
+
+    def init(params: Any) -> _Seen:
+        return _Seen(jnp.zeros((), jnp.result_type(*jax.tree.leaves(params))), jax.tree.map(jnp.zeros_like, params))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, _Seen]:
+        del params
+        return jax.tree.map(jnp.zeros_like, updates), _Seen(extra["value"].astype(state.loss.dtype), updates)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class Profile:
+    """The loss at the best sites, max over λ, and its gradient.
+
+    Args:
+        model: a model.
+        guide: a guide with sites.
+        loss: a loss.
+        rng_key: the same at every evaluation.
+        args: arguments of the model, with all rows.
+        kwargs: keyword arguments of the model.
+        init_params: constrained parameters to start at.
+    """
+
+    def __init__(
+        self, model: Any, guide: Any, loss: Any, rng_key: Array, args: tuple, kwargs: dict, init_params: dict | None
+    ) -> None:
+        optim = NaturalGradient(1.0, _recorder(), in_turn=True)
+        self.svi = SVI(model, guide, optim, loss)
+        self.args, self.kwargs = args, kwargs
+
+        def init(key: Array, params: dict[str, Any] | None, args: tuple) -> Any:
+            return self.svi.init(key, *args, init_params=params, **kwargs)
+
+        # A guide that has been run before has nothing to find out by values, and can start in one program.
+        state = (init if init_params is None else jax.jit(init))(rng_key, init_params, args)
+        self.state = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.asarray(leaf).dtype), state)  # none of weak type
+        self.key = self.state.rng_key
+        eps = float(jnp.finfo(self.state.optim_state[1].loss.dtype).eps)
+        self.settled = max(_SETTLED, 20.0 * eps)
+        self.evaluations = 0
+        # Whether one natural step leads to the best sites, as with Gaussian noise: not known yet.
+        self.exact: bool | None = None
+
+        @jax.jit
+        def step(state: Any, length: Array, rng_key: Array, args: tuple) -> tuple:
+            number, here = state.optim_state
+            here = here._replace(
+                damping=length.astype(here.damping.dtype),
+                retrying=jnp.asarray(True),
+                loss=jnp.full_like(here.loss, jnp.inf),
+            )
+            state = state._replace(optim_state=(number, here), rng_key=rng_key)
+            state = self.svi.update(state, *args, **kwargs)[0]
+            after = state.optim_state[1]
+            return state, after.others_state, after.refused == here.refused
+
+        self._step = step
+
+    @property
+    def unconstrained(self) -> dict[str, Any]:
+        """All parameters, where they are unconstrained."""
+        return self.svi.optim.get_params(self.state.optim_state)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """All parameters."""
+        return self.svi.get_params(self.state)
+
+    def move(self, others: dict[str, Any]) -> None:
+        """Put values in the place of unconstrained parameters."""
+        number, here = self.state.optim_state
+        self.state = self.state._replace(optim_state=(number, here._replace(params={**here.params, **others})))
+
+    def evaluate(self, others: dict[str, Any], rng_key: Array | None = None) -> tuple[float, dict[str, Any]]:
+        """The loss and its gradients at other values of some parameters; infinite where it is not finite."""
+        start = self.state
+        self.move(others)
+        length, before, seen = 1.0, np.inf, None
+        for number in range(1 if self.exact else _MOST_STEPS):
+            key = self.key if rng_key is None else rng_key
+            state, now, taken = self._step(self.state, jnp.asarray(length), key, self.args)
+            self.evaluations += 1
+            value = float(now.loss)
+            if not (bool(taken) and np.isfinite(value)):
+                if length < 0.01:
+                    break
+                length *= 0.5
+                continue
+            settled = abs(value - before) <= self.settled * (1.0 + abs(value))
+            if self.exact is None and number == 1:
+                self.exact = settled
+            self.state, seen = state, now
+            if settled:
+                break
+            if value > before:  # too long a step, since without one the value stays
+                length = max(0.5 * length, 0.05)
+            before = value
+        if seen is None:
+            self.state = start
+            return np.inf, {}
+        return float(seen.loss), seen.grads
+
+    def is_deterministic(self, rng_key: Array) -> bool:
+        """Whether gradients and best sites do not depend on the key; the value has a draw of log q in it."""
+        start, found = self.state, []
+        for key in jax.random.split(rng_key):
+            self.state = start
+            grads = self.evaluate({}, key)[1]
+            sites = {name: value for name, value in self.unconstrained.items() if name not in grads}
+            found.append(np.asarray(ravel_pytree((grads, sites))[0]))
+        self.state = start
+        first, second = found
+        return bool(np.max(np.abs(first - second), initial=0.0) <= 1e-3 * np.max(np.abs(first), initial=1.0))
+
+    def minimise(self, fixed: Collection[str], max_iterations: int, deadline: float) -> tuple[float, bool]:
+        """Move all parameters but the fixed ones to the least loss by L-BFGS; returns it, and whether it has converged.
+
+        Args:
+            fixed: names of parameters.
+            max_iterations: of L-BFGS.
+            deadline: when to stop, by `time.perf_counter`.
+        """
+        names = self.others - set(fixed)
+        moving = {name: value for name, value in self.unconstrained.items() if name in names}
+        start, unravel = ravel_pytree(moving)
+        best: list[tuple[float, Any]] = []
+        worst = 0.0
+
+        def fn(x: np.ndarray) -> tuple[float, np.ndarray]:
+            nonlocal worst
+            value, grads = self.evaluate(unravel(jnp.asarray(x, start.dtype)))
+            if not grads:  # a wall: higher than all that was seen, so that the search comes back
+                return worst + 1.0 + abs(worst), np.zeros(len(x))
+            worst = max(worst, abs(value))
+            if not best or value < best[0][0]:
+                best[:] = [(value, self.state)]
+            return value, np.asarray(ravel_pytree({name: grads[name] for name in moving})[0], float)
+
+        def watch(_: np.ndarray) -> None:
+            if time.perf_counter() > deadline:
+                raise StopIteration
+
+        x = np.asarray(start, float)
+        if len(x) == 0:
+            return fn(x)[0], True
+        found = scipy.optimize.minimize(
+            fn,
+            x,
+            jac=True,
+            method="L-BFGS-B",
+            bounds=np.stack([x - _REACH, x + _REACH], axis=1),
+            callback=watch,
+            options={
+                "maxiter": max_iterations,
+                "maxfun": 2 * max_iterations + 20,
+                "maxcor": _CORRECTIONS,
+                "ftol": 0.1 * self.settled,
+            },
+        )
+        if not best:
+            return np.inf, False
+        self.state = best[0][1]
+        return best[0][0], found.status == 0
+
+    @property
+    def others(self) -> set[str]:
+        """Names of the parameters that are no sites."""
+        return set(self.state.optim_state[1].others_state.grads)
+
+    def curvature(self, names: Collection[str]) -> dict[str, np.ndarray]:
+        """Second derivatives of the loss with respect to each entry of some parameters, by differences of gradients."""
+        step = 0.1 * self.settled**0.25  # 10⁻³ in float64, 4·10⁻³ in float32
+        state, values = self.state, {name: self.unconstrained[name] for name in names}
+        flat, unravel = ravel_pytree(values)
+        found = np.zeros(len(flat))
+        for index in range(len(flat)):
+            slopes = []
+            for sign in (-1.0, 1.0):
+                self.state = state
+                grads = self.evaluate(unravel(flat.at[index].add(sign * step)))[1]
+                slopes.append(ravel_pytree({name: grads[name] for name in values})[0][index] if grads else np.nan)
+            found[index] = (slopes[1] - slopes[0]) / (2.0 * step)
+        self.state = state
+        return {name: np.asarray(value) for name, value in unravel(jnp.asarray(found, flat.dtype)).items()}

@@ -1,0 +1,146 @@
+"""What `fit` returns for a model: the guide, its parameters, and a report of what was done."""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+from numpyro import distributions as dist
+from numpyro import handlers
+from numpyro.infer import SVI
+
+from numpyro_sgp.distributions.gaussian_process import GaussianProcess
+from numpyro_sgp.distributions.sparse_regression import SparseGPRegression
+from numpyro_sgp.distributions.wrappers import unwrap
+from numpyro_sgp.losses.tight import gaussian_of
+from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
+
+__all__ = ["Evidence", "FitReport", "FitResult", "evidence_of"]
+
+# An upper bound reads the whole covariance matrix, this many numbers of it for a second or two.
+_MOST_ENTRIES = 4e8
+_ITERATIONS = 10
+
+
+class Evidence(NamedTuple):
+    """Bounds of the log evidence of a regression, in nats, at the medians of its hyperparameters."""
+
+    lower: float
+    upper: float
+
+
+@dataclasses.dataclass(frozen=True)
+class FitReport:
+    """What `fit` did with a model; `print` shows it.
+
+    Attributes:
+        num_rows: N.
+        method: how the bound was maximised.
+        num_inducing: M, by GP site.
+        unexplained: by GP site, the share of the prior variance at the data that the inducing inputs leave.
+        enough: whether that is as little as was wanted; if not, more inducing inputs would help.
+        converged: whether training ended because the bound no longer rose.
+        evidence: bounds of the log evidence, of a regression with one GP and Gaussian noise.
+        seconds: wall time.
+    """
+
+    num_rows: int
+    method: str
+    num_inducing: dict[str, int]
+    unexplained: dict[str, float]
+    enough: bool
+    converged: bool
+    evidence: Evidence | None
+    seconds: float
+
+    def __str__(self) -> str:
+        lines = [f"{self.num_rows} rows, {self.method}, {self.seconds:.1f} s"]
+        lines += [
+            f"{site}: {M} inducing inputs leave {100.0 * self.unexplained[site]:.2g} % of the prior variance"
+            for site, M in self.num_inducing.items()
+        ]
+        if not self.enough:
+            lines[-1] += "; more of them (`num_inducing`) would explain more"
+        if self.evidence is not None:
+            lower, upper = self.evidence
+            lines.append(
+                f"log evidence between {lower:.6g} and {upper:.6g}: at most {(upper - lower) / self.num_rows:.2g} nats "
+                "a row are lost"
+            )
+        lines.append("converged" if self.converged else "not converged: give it more time (`budget`)")
+        return "\n".join(lines)
+
+
+class FitResult(NamedTuple):
+    """A fitted model.
+
+    Attributes:
+        guide: the guide that was chosen.
+        params: its constrained parameters.
+        state: the last `SVIState`, from which `fit(result.svi, ..., init_state=result.state)` goes on.
+        losses: those of the last run of training; with L-BFGS the last one.
+        svi: model, guide, optimizer and loss.
+        report: what was done.
+    """
+
+    guide: AutoTSVGP
+    params: dict[str, Any]
+    state: Any
+    losses: Array
+    svi: SVI
+    report: FitReport
+
+
+def evidence_of(
+    model: Callable,
+    values: Mapping[str, Any],
+    site: str,
+    prior: GaussianProcess,
+    inducing: Any,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+) -> Evidence | None:
+    """Bounds of the log evidence at given values of the other latents; None for a model that is no such regression.
+
+    Args:
+        model: a model.
+        values: of all latents and parameters but the GP site.
+        site: the GP site.
+        prior: its distribution.
+        inducing: its inducing variables.
+        args: arguments of the model, with all rows.
+        kwargs: keyword arguments of the model.
+    """
+    N = prior.event_shape[0]
+    if prior.batch_shape or N**2 > _MOST_ENTRIES:
+        return None
+
+    def observed(f: Array) -> list[Any]:
+        given = handlers.substitute(handlers.seed(model, jax.random.key(0)), data={**values, site: f})
+        trace = handlers.trace(given).get_trace(*args, **kwargs)
+        return [found for found in trace.values() if found["type"] == "sample" and found["is_observed"]]
+
+    zero = jnp.zeros(N, prior.X.dtype)
+    other = jax.random.normal(jax.random.key(0), (N,), zero.dtype)
+    first, second = observed(zero), observed(other)
+    if len(first) != 1 or not isinstance(unwrap(first[0]["fn"]), dist.Normal):
+        return None
+    at_zero, at_other = (gaussian_of(found[0]) for found in (first, second))
+    if at_zero is None or at_other is None or at_zero.loc.shape != (N,):
+        return None
+    same = np.allclose(at_other.loc - at_zero.loc, other, rtol=1e-4, atol=1e-4)
+    if not (same and np.array_equal(at_zero.scale, at_other.scale) and bool(jnp.all(at_zero.weight == 1.0))):
+        return None
+    mean = prior.prior_mean + at_zero.loc
+
+    @jax.jit
+    def bounds(kernel: Any, X: Any, inducing: Any, scale: Array, mean: Array, y: Array) -> tuple[Array, Array]:
+        regression = SparseGPRegression(kernel, X, inducing, scale, mean, jitter=prior.jitter)
+        return regression.log_prob(y), regression.upper_bound(y, num_iterations=_ITERATIONS)
+
+    y = jnp.asarray(first[0]["value"])
+    lower, upper = bounds(prior.kernel, prior.X, inducing, at_zero.scale, mean, y)
+    return Evidence(float(lower), float(upper))

@@ -1,0 +1,272 @@
+"""`fit` of a model: ends at the optimum of the exact evidence, with its curvature; its choices and its certificate."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.testing import assert_allclose, assert_array_equal
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import SVI
+from numpyro.infer.autoguide import AutoDelta, AutoNormal
+import optax
+import oracles
+import pytest
+from scipy.optimize import minimize
+
+import numpyro_sgp as sgp
+from numpyro_sgp.distributions import sparse_regression
+from numpyro_sgp.fitting.automatic import model as model_module
+from numpyro_sgp.fitting.automatic.budget import Budget, parsed_budget
+from numpyro_sgp.fitting.automatic.placing import placed, precision_of_rows, unexplained
+from numpyro_sgp.fitting.automatic.report import evidence_of
+from numpyro_sgp.fitting.automatic.search import Task, effects
+
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+
+KEY = jax.random.key(3)
+RNG = np.random.default_rng(0)
+N = 40
+X = np.sort(RNG.uniform(-2.0, 2.0, (N, 1)), axis=0)
+F = np.sin(3.0 * X[:, 0])
+Y = F + 0.2 * RNG.normal(size=N)
+COUNTS = RNG.poisson(np.exp(F + 1.0)).astype(float)
+GROUP = RNG.integers(0, 4, N)
+
+
+def regression(X, y=None, num_data=None):
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
+    noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
+    f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(lengthscale), X))
+    with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
+        numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+def counts(X, group, y=None, num_data=None):
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
+    spread = numpyro.sample("spread", dist.HalfNormal(1.0))
+    level = numpyro.sample("level", dist.Normal(0.0, 2.0))
+    with numpyro.plate("groups", 4):
+        effect = numpyro.sample("effect", dist.Normal(0.0, spread))
+    f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(lengthscale), X))
+    with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(f + level + effect[group])), obs=y)
+
+
+def evidence(z, X=X, y=Y):
+    """Log density of y and log θ, of the exact GP."""
+    lengthscale, noise = np.exp(z)
+    covariance = oracles.se(X, X, lengthscale) + noise**2 * np.eye(len(X))
+    return oracles.gaussian_log_density(y, np.zeros(len(X)), covariance) - 0.5 * z[0] ** 2 - 0.5 * (z[1] + 1.0) ** 2
+
+
+def test_a_regression_ends_at_the_mode_of_the_exact_evidence_with_its_curvature():
+    result = sgp.fit(regression, KEY, (X, Y))
+    best = minimize(lambda z: -evidence(z), np.zeros(2), method="Nelder-Mead", options={"xatol": 1e-7, "fatol": 1e-10})
+    median = result.guide.median(result.params, X)
+    assert_allclose([median["lengthscale"], median["noise"]], np.exp(best.x), rtol=1e-3)
+    curvature = [
+        -oracles.derivative(lambda t, e=e: -oracles.derivative(lambda s: evidence(best.x + (s + t) * e)))
+        for e in np.eye(2)
+    ]
+    found = [result.params["lengthscale_auto_scale"], result.params["noise_auto_scale"]]
+    assert_allclose(found, 1.0 / np.sqrt(-np.asarray(curvature)), rtol=1e-2)
+    report = result.report
+    likelihood = evidence(best.x) + 0.5 * best.x[0] ** 2 + 0.5 * (best.x[1] + 1.0) ** 2
+    assert report.evidence.lower <= likelihood + 1e-3
+    assert report.evidence.upper >= likelihood - 1e-3
+    assert report.evidence.upper - report.evidence.lower < 0.01
+    assert report.converged
+    assert report.num_inducing == {"f": N}
+    assert "log evidence between" in str(report)
+    # q(f) is the exact posterior at the medians.
+    covariance = oracles.se(X, X, float(median["lengthscale"]))
+    mean = covariance @ np.linalg.solve(covariance + float(median["noise"]) ** 2 * np.eye(N), Y)
+    assert_allclose(median["f"], mean, atol=1e-3)
+    # The result is one of SVI: it can be trained further.
+    more = sgp.fit(result.svi, KEY, (X, Y), batch_size=N, num_steps=2, init_state=result.state, progress_bar=False)
+    assert more.losses.shape == (2,)
+    assert np.isfinite(more.losses).all()
+
+
+@pytest.mark.thorough
+def test_a_count_model_has_its_effects_in_the_joint_posterior_and_ends_where_no_gradient_is_left():
+    result = sgp.fit(counts, KEY, (X, GROUP, COUNTS))
+    (group,) = result.guide.joint_groups(result.params)
+    assert set(group.latents) == {"level", "effect"}
+    assert result.report.converged
+    assert result.report.evidence is None
+    median, upper = (
+        result.guide.median(result.params, X, GROUP),
+        result.guide.quantiles(result.params, 0.8413447460685429, X, GROUP),
+    )
+    assert np.all(upper["effect"] > median["effect"])
+    # A fit from another start, by steps, is no better.
+    guide = sgp.AutoTSVGP(counts, X)
+    svi = SVI(
+        counts,
+        guide,
+        sgp.NaturalGradient(0.5, optax.adam(optax.cosine_decay_schedule(0.05, 1000))),
+        sgp.QuadratureELBO(),
+    )
+    other = svi.run(KEY, 1000, X, GROUP, COUNTS, progress_bar=False)
+    theirs = guide.median(other.params, X, GROUP)
+    assert_allclose(median["f"], theirs["f"], atol=0.15)
+    assert_allclose(median["effect"], theirs["effect"], atol=0.15)
+
+
+@pytest.mark.thorough
+def test_minibatches_come_close_to_all_rows(monkeypatch):
+    rng = np.random.default_rng(1)
+    X = rng.uniform(-2.0, 2.0, (600, 1))
+    y = np.sin(3.0 * X[:, 0]) + 0.2 * rng.normal(size=600)
+    whole = sgp.fit(regression, KEY, (X, y))
+    monkeypatch.setattr(model_module, "_SAMPLE", 200)
+    parts = sgp.fit(regression, KEY, (X, y), batch_size=100, progress_bar=False)
+    assert "batches of 100" in parts.report.method
+    medians = [each.guide.median(each.params, X) for each in (whole, parts)]
+    assert_allclose(medians[1]["noise"], medians[0]["noise"], rtol=0.05)
+    assert_allclose(medians[1]["f"], medians[0]["f"], atol=0.1)
+    sds = [each.params["noise_auto_scale"] for each in (whole, parts)]
+    assert_allclose(sds[1], sds[0], rtol=0.5)
+    monkeypatch.setattr(model_module, "_MOST_OPERATIONS", np.inf)
+    again = sgp.fit(regression, KEY, (X, y))  # a sample first, and then all rows
+    assert "all at once" in again.report.method
+    assert_allclose(again.guide.median(again.params, X)["noise"], medians[0]["noise"], rtol=1e-2)
+
+
+@pytest.mark.thorough
+def test_what_is_given_is_kept():
+    Z = X[::4]
+    result = sgp.fit(regression, KEY, (X, Y), inducing=Z, base=AutoDelta, joint=False)
+    assert_array_equal(result.params["f_auto_inducing"].Z, Z)
+    assert "noise_auto_scale" not in result.params
+    trained = sgp.fit(regression, KEY, (X, Y), num_inducing=7, learn_inducing=True, num_steps=30, progress_bar=False)
+    assert trained.report.num_inducing == {"f": 7}
+    assert trained.losses.shape == (30,)
+    rows = {tuple(row) for row in X}
+    assert any(tuple(row) not in rows for row in np.asarray(trained.params["f_auto_inducing"].Z))
+
+
+@pytest.mark.thorough
+def test_a_model_without_num_data_sees_all_rows_and_one_with_random_numbers_takes_steps(monkeypatch):
+    def deep(X, y=None):
+        g = numpyro.sample("g", sgp.GaussianProcess(sgp.kernels.SquaredExponential(1.0), X))
+        f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(1.0), g[:, None]))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+    monkeypatch.setattr(model_module, "_FIRST_CYCLE", 40)
+    monkeypatch.setattr(model_module, "_LONGEST_CYCLE", 40)
+    result = sgp.fit(deep, KEY, (X, Y), progress_bar=False)
+    assert result.report.method == f"batches of {N}, 40 steps"
+    assert set(result.report.num_inducing) == {"f", "g"}
+
+
+def test_budgets_are_parsed_and_limit_the_number_of_inducing_inputs():
+    assert parsed_budget(None) == Budget()
+    assert parsed_budget(90) == Budget(seconds=90.0)
+    assert parsed_budget("1.5 min") == Budget(seconds=90.0)
+    assert parsed_budget(["2 hours", "4 GB"]) == Budget(7200.0, 4e9)
+    assert Budget().most_inducing() == 512
+    assert Budget(memory=3e7).most_inducing() < 512
+    assert Budget(seconds=1e-3).most_inducing() == 48
+    for wrong in ("soon", "3 days", -1.0, "0 s"):
+        with pytest.raises(ValueError, match="`budget` must be a time"):
+            parsed_budget(wrong)
+
+
+def test_options_of_the_other_kind_are_refused():
+    svi = SVI(regression, sgp.AutoTSVGP(regression, X), sgp.NaturalGradient(), sgp.QuadratureELBO())
+    with pytest.raises(TypeError, match="an `SVI`, which does not go with `budget`"):
+        sgp.fit(svi, KEY, (X, Y), batch_size=10, num_steps=1, budget=3.0)
+    with pytest.raises(TypeError, match="a model, which does not go with `num_epochs`"):
+        sgp.fit(regression, KEY, (X, Y), num_epochs=3)
+    with pytest.raises(ValueError, match="needs a `batch_size` for an `SVI`"):
+        sgp.fit(svi, KEY, (X, Y), num_steps=1)
+    with pytest.raises(TypeError, match="needs a model or an `SVI`, got int"):
+        sgp.fit(3, KEY, (X, Y))
+
+
+@pytest.mark.parametrize("rows", [N, 23])
+def test_the_upper_bound_lies_above_the_evidence_and_reaches_it(rows, monkeypatch):
+    monkeypatch.setattr(sparse_regression, "_BLOCK", 10)
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        X = rng.uniform(-2.0, 2.0, (rows, 2))
+        y = rng.normal(size=rows)
+        scale = rng.uniform(0.1, 0.5, rows)
+        K = oracles.se(X, X, 0.8)
+        exact = oracles.gaussian_log_density(y, np.full(rows, 0.3), K + np.diag(scale**2))
+        kernel = sgp.kernels.SquaredExponential(0.8)
+        site = sgp.SparseGPRegression(kernel, X, X[:8], scale, 0.3)
+        bounds = [float(site.upper_bound(y, num_iterations=number)) for number in (0, 1, 5, 100)]
+        assert np.all(np.diff(bounds) <= 1e-9)
+        assert bounds[-1] >= exact
+        # Titsias (2014), equation 4 in the place of conjugate gradients.
+        Q = K[:, :8] @ np.linalg.solve(oracles.with_jitter(K[:8, :8], 1e-6), K[:8])
+        inner = Q + np.diag(scale**2) + np.trace(K - Q) * np.eye(rows)
+        r = y - 0.3
+        determinant = np.linalg.slogdet(Q + np.diag(scale**2))[1]
+        theirs = -0.5 * (rows * np.log(2 * np.pi) + determinant + r @ np.linalg.solve(inner, r))
+        assert bounds[0] <= theirs + 1e-8
+        # What is left at the end is the determinant's share.
+        quadratic = r @ np.linalg.solve(K + np.diag(scale**2), r)
+        assert_allclose(bounds[-1], -0.5 * (rows * np.log(2 * np.pi) + determinant + quadratic), rtol=1e-8)
+    with pytest.raises(ValueError, match="is for one latent"):
+        sgp.SparseGPRegression(sgp.kernels.SquaredExponential(jnp.ones((2, 1))), X, X[:3], 0.1).upper_bound(y)
+
+
+def test_inducing_inputs_are_as_many_as_the_tolerance_asks_for():
+    kernel = sgp.kernels.SquaredExponential(0.5)
+    found = placed(kernel, X, KEY, most=N, tolerance=1e-3)
+    assert unexplained(kernel, X, found.Z) <= 1e-3
+    assert unexplained(kernel, X, found.Z[:-1]) > 1e-3
+    few = placed(kernel, X, KEY, most=5, tolerance=1e-3)
+    assert len(few.Z) == 5
+    K, Kuu, Kuf = oracles.se(X, X, 0.5), oracles.se(few.Z, few.Z, 0.5), oracles.se(few.Z, X, 0.5)
+    left = 1.0 - np.trace(Kuf.T @ np.linalg.solve(oracles.with_jitter(Kuu, 1e-6), Kuf)) / np.trace(K)
+    assert_allclose(few.unexplained, left, rtol=1e-6)
+
+
+def test_what_a_row_tells_is_the_curvature_of_its_density():
+    f = {"f": jnp.asarray(F)}
+    values = {"lengthscale": 1.0, "spread": 1.0, "level": 0.5, "effect": jnp.arange(4) / 4.0}
+    told = precision_of_rows(counts, values, f, (X, GROUP, COUNTS), {})["f"]
+    assert_allclose(told, np.exp(F + 0.5 + GROUP / 4.0), rtol=1e-10)
+    gaussian = precision_of_rows(regression, {"lengthscale": 1.0, "noise": 0.5}, f, (X, Y), {})["f"]
+    assert_allclose(gaussian, np.full(N, 4.0), rtol=1e-10)
+
+
+def test_bounds_of_the_evidence_are_those_of_the_regression_in_the_model_and_none_elsewhere():
+    kernel = sgp.kernels.SquaredExponential(0.5)
+    prior = sgp.GaussianProcess(kernel, X, 0.3)
+    scales = np.linspace(0.1, 0.3, N)
+
+    def bounds(likelihood):
+        def model(y):
+            f = numpyro.sample("f", prior)
+            numpyro.sample("y", likelihood(f), obs=y)
+
+        return evidence_of(model, {}, "f", prior, sgp.InducingPoints(jnp.asarray(X)), (Y,), {})
+
+    found = bounds(lambda f: dist.Normal(1.0 + f, scales))
+    exact = oracles.gaussian_log_density(Y, np.full(N, 1.3), oracles.se(X, X, 0.5) + np.diag(scales**2))
+    assert_allclose(found, [exact, exact], atol=1e-2)
+    assert found.lower <= exact <= found.upper
+    assert bounds(lambda f: dist.Normal(2.0 * f, scales)) is None
+    assert bounds(lambda f: dist.Normal(f, jnp.exp(f))) is None
+    assert bounds(lambda f: dist.Normal(f, scales).mask(X[:, 0] > 0.0)) is None
+    assert bounds(lambda f: dist.StudentT(3.0, f, scales)) is None
+
+
+def test_factors_of_a_process_and_limited_latents_are_not_joint_and_what_is_added_is():
+    def model(X, y=None):
+        weight = numpyro.sample("weight", dist.Normal())
+        slope = numpyro.sample("slope", dist.Normal())
+        noise = numpyro.sample("noise", dist.HalfNormal())
+        f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(1.0), X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(weight * f + slope * X[:, 0], noise), obs=y)
+
+    task = Task(model, (X, Y), N, sgp.QuadratureELBO(), AutoNormal, "auto", None, None, 10, False, np.inf)
+    assert set(effects(task, np.arange(N), KEY)) == {"f", "slope"}
