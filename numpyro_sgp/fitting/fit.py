@@ -162,7 +162,7 @@ def fit(
         ...     f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.Matern32(lengthscale), X))
         ...     with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
         ...         numpyro.sample("y", dist.Normal(f, 0.1), obs=y)
-        >>> X = np.linspace(0.0, 1.0, 1000)[:, None]
+        >>> X = np.linspace(0.0, 1.0, 200)[:, None]
         >>> data = (X, np.sin(6.0 * X[:, 0]))
         >>> result = sgp.fit(model, jax.random.key(0), data)
         >>> result.report.converged
@@ -170,10 +170,10 @@ def fit(
 
         The same model with a guide and an optimizer of your own:
 
-        >>> svi = SVI(model, sgp.AutoSVGP(model, X[::100]), optax.adam(1e-2), sgp.QuadratureELBO())
+        >>> svi = SVI(model, sgp.AutoSVGP(model, X[::20]), optax.adam(1e-2), sgp.QuadratureELBO())
         >>> result = sgp.fit(svi, jax.random.key(0), data, batch_size=50, num_epochs=2, progress_bar=False)
         >>> result.losses.shape
-        (40,)
+        (8,)
     """
     both: dict[str, Any] = {"num_steps": num_steps, "progress_bar": progress_bar}
     of_svi: dict[str, Any] = {

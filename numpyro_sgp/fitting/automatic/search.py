@@ -324,8 +324,8 @@ class Search:
             told = float(jnp.mean(precisions[site] * prior.kernel(prior.X)))
             allowed = np.asarray([_UNEXPLAINED, min(_UNEXPLAINED_IN_ALL / self.task.rows, _UNEXPLAINED)])
             few = max(_FEW_INDUCING, int((_FEW_OPERATIONS / self.task.rows) ** 0.5))
-            shares = np.clip(allowed / max(told, 1e-12), 1e-8, 0.1).tolist()
-            found[site] = _Need(prior, *shares, min(few, self.task.most_inducing))
+            tolerance, of_few = np.clip(allowed / max(told, 1e-12), 1e-8, 0.1).tolist()
+            found[site] = _Need(prior, tolerance, of_few, min(few, self.task.most_inducing))
         return found
 
     def chosen(self, needs: dict[str, _Need] | None = None) -> dict[str, Array]:
