@@ -175,6 +175,23 @@ def test_budgets_are_parsed_and_limit_the_number_of_inducing_inputs():
             parsed_budget(wrong)
 
 
+def test_a_start_without_a_finite_bound_raises():
+    def model(X, y=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(1.0), X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, 1e-200), obs=y)
+
+    with pytest.raises(ValueError, match="not finite where the fit starts"):
+        sgp.fit(model, KEY, (X[:10], Y[:10]))
+
+
+@pytest.mark.thorough
+def test_a_budget_that_is_spent_ends_the_fit():
+    report = sgp.fit(regression, KEY, (X, Y), budget=1e-3).report
+    assert not report.converged
+    assert "stopped before" in str(report)
+
+
 def test_options_of_the_other_kind_are_refused():
     svi = SVI(regression, sgp.AutoTSVGP(regression, X), sgp.NaturalGradient(), sgp.QuadratureELBO())
     with pytest.raises(TypeError, match="an `SVI`, which does not go with `budget`"):

@@ -142,11 +142,21 @@ class Profile:
         return float(seen.loss), seen.grads
 
     def is_deterministic(self, rng_key: Array) -> bool:
-        """Whether gradients and best sites do not depend on the key; the value has a draw of log q in it."""
+        """Whether gradients and best sites do not depend on the key; the value has a draw of log q in it.
+
+        Raises:
+            ValueError: the loss is not finite.
+        """
         start, found = self.state, []
         for key in jax.random.split(rng_key):
             self.state = start
-            grads = self.evaluate({}, key)[1]
+            value, grads = self.evaluate({}, key)
+            if not np.isfinite(value):
+                msg = (
+                    "The bound is not finite where the fit starts. Look for entries of the data that are not finite, "
+                    "and for priors that are far from the units of the data."
+                )
+                raise ValueError(msg)
             sites = {name: value for name, value in self.unconstrained.items() if name not in grads}
             found.append(np.asarray(ravel_pytree((grads, sites))[0]))
         self.state = start

@@ -70,7 +70,7 @@ class FitReport:
                 f"log evidence between {lower:.6g} and {upper:.6g}: at most {(upper - lower) / self.num_rows:.2g} nats "
                 "a row are lost"
             )
-        lines.append("converged" if self.converged else "not converged: give it more time (`budget`)")
+        lines.append("converged" if self.converged else "stopped before the bound had settled")
         return "\n".join(lines)
 
 

@@ -44,7 +44,8 @@ _FIRST, _FEW = 100, 300
 _SPARE, _MORE = 3.0, 1.3
 _STARTS = 3
 _MOST_CHOICES = 4
-_MOST_ITERATIONS = 200
+# L-BFGS is asked after so many iterations whether they were worth it: with inducing inputs to train it hardly ends.
+_ITERATIONS, _MOST_ROUNDS = 100, 5
 # Standard deviations of latents, unconstrained, while their means are searched for.
 _NARROW = 1e-6
 # The curvature needs two gradients for each entry of a latent.
@@ -291,7 +292,13 @@ class Search:
         fixed = set(self.scales)
         if not self.guide.learns_inducing:
             fixed |= {f"{site}_{self.guide.prefix}_inducing" for site in self.inducing}
-        self.value, self.converged = self.profile.minimise(fixed, _MOST_ITERATIONS, self.task.deadline)
+        self.value = np.inf
+        for _ in range(_MOST_ROUNDS):
+            before = self.value
+            self.value, ended = self.profile.minimise(fixed, _ITERATIONS, self.task.deadline)
+            self.converged = ended or before - self.value < NEGLIGIBLE * self.rows
+            if self.converged or self.task.is_over:
+                break
 
     def _minimise_from_several_starts(self) -> None:
         """The best end of searches from the start and from places around it: long lengthscales often lead astray."""
