@@ -44,7 +44,7 @@ def warn_of_averages(svi: SVI, state: Any, batch_size: int, rows: int, num_steps
                 f"about 1/ρ = {1.0 / rate:.3g} of them half-way through this run. Take a smaller `refresh` of the "
                 "guide, or a smaller `step_size`.",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         rank = value.Lambda2.shape[-1]
         if batch_size < rate * _ROWS_FOR_EACH_WEIGHT * rank:
@@ -55,5 +55,5 @@ def warn_of_averages(svi: SVI, state: Any, batch_size: int, rows: int, num_steps
                 f"`NaturalGradient` a `step_size` of {batch_size / (_ROWS_FOR_EACH_WEIGHT * rank):.2g} or less, or a "
                 "schedule that falls to it, or take larger batches.",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=4,
             )

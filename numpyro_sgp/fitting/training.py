@@ -103,7 +103,7 @@ def _warn_of_refusals(refused: int, steps: int) -> None:
             "the optimizer a smaller `step_size`, start from an older state, or use float64. "
             "`num_refused(result.state)` counts them.",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -52,5 +52,5 @@ def warn_of_no_scale(svi: SVI, scales: Scales, batch_size: int, rows: int) -> No
             "argument `num_data`, which `fit` passes, and write "
             '`numpyro.plate("data", num_data, subsample_size=X.shape[0])`.',
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
