@@ -1,5 +1,7 @@
 """`fit` of a model: ends at the optimum of the exact evidence, with its curvature; its choices and its certificate."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,12 +17,13 @@ from scipy.optimize import minimize
 
 import numpyro_sgp as sgp
 from numpyro_sgp.distributions import sparse_regression
-from numpyro_sgp.fitting.automatic import model as model_module
 from numpyro_sgp.fitting.automatic.budget import Budget, parsed_budget
 from numpyro_sgp.fitting.automatic.placing import placed, precision_of_rows, unexplained
+from numpyro_sgp.fitting.automatic.profile import Profile
 from numpyro_sgp.fitting.automatic.report import evidence_of
 from numpyro_sgp.fitting.automatic.search import Task, effects
 
+module = sys.modules["numpyro_sgp.fitting.automatic.fit_model"]  # the attribute is the function
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
 
 KEY = jax.random.key(3)
@@ -114,13 +117,26 @@ def test_a_count_model_has_its_effects_in_the_joint_posterior_and_ends_where_no_
     assert_allclose(median["effect"], theirs["effect"], atol=0.15)
 
 
+def test_the_profile_has_the_best_sites_at_given_hyperparameters():
+    def model(X, y=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(0.5, 4.0), X, 1.0))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
+
+    profile = Profile(model, sgp.AutoTSVGP(model, X[::4]), sgp.QuadratureELBO(), KEY, (X, COUNTS), {}, None)
+    svi = SVI(model, sgp.AutoTSVGP(model, X[::4]), sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
+    best = svi.run(KEY, 200, X, COUNTS, progress_bar=False).losses[-1]
+    assert_allclose(profile.evaluate({})[0], best, rtol=1e-8)
+    assert not profile.exact
+
+
 @pytest.mark.thorough
 def test_minibatches_come_close_to_all_rows(monkeypatch):
     rng = np.random.default_rng(1)
     X = rng.uniform(-2.0, 2.0, (600, 1))
     y = np.sin(3.0 * X[:, 0]) + 0.2 * rng.normal(size=600)
     whole = sgp.fit(regression, KEY, (X, y))
-    monkeypatch.setattr(model_module, "_SAMPLE", 200)
+    monkeypatch.setattr(module, "_SAMPLE", 200)
     parts = sgp.fit(regression, KEY, (X, y), batch_size=100, progress_bar=False)
     assert "batches of 100" in parts.report.method
     medians = [each.guide.median(each.params, X) for each in (whole, parts)]
@@ -128,7 +144,7 @@ def test_minibatches_come_close_to_all_rows(monkeypatch):
     assert_allclose(medians[1]["f"], medians[0]["f"], atol=0.1)
     sds = [each.params["noise_auto_scale"] for each in (whole, parts)]
     assert_allclose(sds[1], sds[0], rtol=0.5)
-    monkeypatch.setattr(model_module, "_MOST_OPERATIONS", np.inf)
+    monkeypatch.setattr(module, "_MOST_OPERATIONS", np.inf)
     again = sgp.fit(regression, KEY, (X, y))  # a sample first, and then all rows
     assert "all at once" in again.report.method
     assert_allclose(again.guide.median(again.params, X)["noise"], medians[0]["noise"], rtol=1e-2)
@@ -155,8 +171,8 @@ def test_a_model_without_num_data_sees_all_rows_and_one_with_random_numbers_take
         with numpyro.plate("data", X.shape[0]):
             numpyro.sample("y", dist.Normal(f, 0.2), obs=y)
 
-    monkeypatch.setattr(model_module, "_FIRST_CYCLE", 40)
-    monkeypatch.setattr(model_module, "_LONGEST_CYCLE", 40)
+    monkeypatch.setattr(module, "_FIRST_CYCLE", 40)
+    monkeypatch.setattr(module, "_LONGEST_CYCLE", 40)
     result = sgp.fit(deep, KEY, (X, Y), progress_bar=False)
     assert result.report.method == f"batches of {N}, 40 steps"
     assert set(result.report.num_inducing) == {"f", "g"}

@@ -1,4 +1,4 @@
-"""Distributions inside expansions by plates, masks and `to_event`."""
+"""Distributions inside expansions by plates, masks and `to_event`, and supports inside `independent`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,9 +6,10 @@ from typing import Any
 from jax import Array
 import jax.numpy as jnp
 import numpyro.distributions as dist
+from numpyro.distributions import constraints
 from numpyro.distributions.distribution import ExpandedDistribution, Independent, MaskedDistribution
 
-__all__ = ["log_prob_of", "observed_mask", "rewrap", "unwrap"]
+__all__ = ["is_real", "log_prob_of", "observed_mask", "rewrap", "unwrap"]
 
 
 def unwrap(fn: dist.Distribution) -> dist.Distribution:
@@ -16,6 +17,13 @@ def unwrap(fn: dist.Distribution) -> dist.Distribution:
     while isinstance(fn, ExpandedDistribution | MaskedDistribution | Independent):
         fn = fn.base_dist
     return fn
+
+
+def is_real(support: Any) -> bool:
+    """Whether a support is all real numbers, or vectors or matrices of them."""
+    while isinstance(support, type(constraints.independent(constraints.real, 1))):
+        support = support.base_constraint
+    return support is constraints.real
 
 
 def rewrap(fn: dist.Distribution, replace: Callable[[Any, tuple[int, ...]], dist.Distribution]) -> dist.Distribution:

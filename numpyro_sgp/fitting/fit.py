@@ -124,7 +124,7 @@ def fit(
             its own devices; the first writes checkpoints, all need to see its folder, and the answers of its callbacks
             count. Results are those of one device to rounding.
         budget: of a model: a time to stay within, such as 90 (seconds) or "2 min", a memory, such as "4 GB", or both;
-            they limit the number of inducing inputs and of steps. Compilation, some 20 s, comes on top.
+            they limit the number of inducing inputs and of steps. Compilation comes on top of the time.
         num_inducing: of a model: M, for each GP site.
         inducing: of a model: inducing inputs, as for `AutoTSVGP`.
         learn_inducing: of a model: whether to train them; None where there are too few of them.

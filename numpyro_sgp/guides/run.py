@@ -4,26 +4,23 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 import copy
 import dataclasses
-import functools
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import jax
 from jax import Array
 from jax.core import Tracer
-import jax.numpy as jnp
 import numpy as np
 import numpyro
 from numpyro import distributions as dist
 from numpyro import handlers
-from numpyro.infer.autoguide import AutoDelta, AutoGuide
-from numpyro.infer.initialization import init_to_median, init_to_uniform, init_to_value
+from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.wrappers import unwrap
+from numpyro_sgp.guides.base import BaseGuide
 from numpyro_sgp.guides.handlers import (
     GivenGaussianProcesses,
-    HiddenSamples,
     ModelForBase,
     SwapGaussianProcesses,
     is_missing_outcome,
@@ -35,7 +32,6 @@ from numpyro_sgp.guides.members import Group, Joint, checked_joint, find_groups
 from numpyro_sgp.guides.model_runs import first_run
 from numpyro_sgp.guides.parameters import SiteParameters, parameter, with_candidates
 from numpyro_sgp.guides.row_dependence import refuse_new, unsure_terms
-from numpyro_sgp.guides.starts import observed_values, starting_values
 from numpyro_sgp.posteriors.decoupled.coefficients import ProbedCoefficients
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
 from numpyro_sgp.posteriors.moments import frozen
@@ -89,23 +85,6 @@ def _is_drawn(site: dict) -> bool:
     return site["type"] == "sample" and not site["is_observed"] and not isinstance(unwrap(site["fn"]), dist.Delta)
 
 
-def _make_base(base: Any, model: Callable, prefix: str) -> Callable:
-    factory = base.func if isinstance(base, functools.partial) else base
-    if isinstance(factory, type) and issubclass(factory, AutoGuide):
-        return base(model, prefix=prefix)
-    if callable(base) and not isinstance(factory, type):
-        return base
-    got = f"the class {factory.__name__}" if isinstance(factory, type) else type(base).__name__
-    msg = f"`base` must be an autoguide class or a guide, got {got}. `AutoNormal` is the default."
-    raise TypeError(msg)
-
-
-def _has_start(base: Any, made: Any) -> bool:
-    """Whether the autoguide class that was given says where latents start, by an argument or in its own code."""
-    own = made.init_loc_fn not in (init_to_uniform, init_to_median)  # NumPyro's defaults
-    return own or "init_loc_fn" in getattr(base, "keywords", {})
-
-
 def _form_of(args: tuple, kwargs: dict) -> str:
     """Structure of arguments, shapes and types of arrays, and values that a program may branch on."""
 
@@ -131,13 +110,7 @@ class AbstractGuideRun(AutoGuide):
             msg = f"`model` must be a callable with NumPyro primitives, got {type(model).__name__}. Pass the function."
             raise TypeError(msg)
         super().__init__(model, prefix=prefix)
-        self._own_base = base
-        self._model_for_base = ModelForBase(model)
-        self.base = _make_base(base, self._model_for_base, prefix)
-        # A guide that the user has made keeps its latents, and point estimates were asked for with `AutoDelta`.
-        self._shares_latents = self.base is not base and not isinstance(self.base, AutoDelta)
-        self._starts_at_data = False
-        self._chooses_start = self.base is not base and not _has_start(base, self.base)
+        self._base = BaseGuide(base, model, prefix)
         self.joint = checked_joint(joint)
         self._checked: set[str] = set()  # forms of arguments with which the model's terms have been checked
         self._wrapped: Callable[[AbstractPosteriorFamily], AbstractPosteriorFamily] = _unchanged
@@ -150,11 +123,15 @@ class AbstractGuideRun(AutoGuide):
             joint: "auto", False or a tuple of names of sites.
         """
         guide = copy.copy(self)
-        guide._model_for_base = ModelForBase(self.model)
-        guide.base = _make_base(self._own_base, guide._model_for_base, self.prefix)
+        guide._base = self._base.anew()
         guide.joint = checked_joint(joint)
         guide._checked = set()
         return guide
+
+    @property
+    def base(self) -> Any:
+        """The guide for the latents outside of joint posteriors."""
+        return self._base.guide
 
     @abstractmethod
     def family(self, site: str) -> AbstractPosteriorFamily:
@@ -185,46 +162,12 @@ class AbstractGuideRun(AutoGuide):
         return {name: site["value"] for name, site in trace.items() if site["type"] == "sample"}
 
     def _run_base(self, predicting: bool, args: tuple, kwargs: dict) -> tuple[dict[str, dict], tuple[Group, ...]]:
-        names: tuple[str, ...] | None = None
-        groups: tuple[Group, ...] = ()
-        if isinstance(self.base, AutoGuide):
-            found = self._latents(predicting, args, kwargs)
-            names, groups = tuple(name for name in found.names if name not in found.joint), found.groups
-            if not names:
-                return {}, groups
-            if self.base.prototype_trace is None:
-                self._model_for_base.latents = names
-                if self._chooses_start and not predicting:
-                    self.base.init_loc_fn = init_to_value(values=self._start(names, args, kwargs))
-
-        # The base guide's samples are shown by the model's run below, in the model's order; the rest passes through.
-        # Autoguides leave the Jacobians out of their densities under a mask of False, which they inspect; diagnostics
-        # need them.
-        def hides(msg: dict) -> bool:
-            if msg["type"] == "sample":
-                return not msg["infer"].get("is_auxiliary")
-            return predicting and msg["type"] == "inspect"
-
-        with HiddenSamples(hide_fn=hides), handlers.trace() as base_trace:
-            try:
-                self.base(*args, **kwargs)
-            except RuntimeError:
-                # NumPyro found the model's density to be zero at the start: let it try others.
-                if not self._chooses_start or self.base.prototype_trace is not None:
-                    raise
-                self.base.init_loc_fn = init_to_uniform
-                self.base(*args, **kwargs)
-        if names is None:
+        if not self._base.is_auto:
+            base_trace = self._base.run(None, predicting, args, kwargs)
             return base_trace, self._latents(predicting, args, kwargs, base_trace).groups
-        # An autoguide first run without outcomes takes them for latent variables: they are the model's to draw.
-        kept = {name: site for name, site in base_trace.items() if site["type"] != "sample" or name in names}
-        return kept, groups
-
-    def _start(self, names: tuple[str, ...], args: tuple, kwargs: dict) -> dict[str, Array]:
-        """Where the latents of the base guide start."""
-        observed = observed_values(self._with(args, kwargs), names)
-        self._starts_at_data = bool(observed)
-        return starting_values(lambda: self._model_for_base(*args, **kwargs), observed, cast(Array, numpyro.prng_key()))
+        found = self._latents(predicting, args, kwargs)
+        names = tuple(name for name in found.names if name not in found.joint)
+        return self._base.run(names, predicting, args, kwargs) if names else {}, found.groups
 
     def _latents(
         self, predicting: bool, args: tuple, kwargs: dict, base_trace: Mapping[str, dict] | None = None
@@ -233,8 +176,7 @@ class AbstractGuideRun(AutoGuide):
 
         def find(rng_key: Array) -> Latents:
             del rng_key
-            if self._starts_at_data:  # those of an earlier fit
-                self.base.prototype_trace = None
+            self._base.forget_start()
             self._checked.add(_form_of(args, kwargs))
             # Not the model that the base guide sees, which leaves out members once they are known.
             with handlers.block(), handlers.trace() as trace:
@@ -243,7 +185,7 @@ class AbstractGuideRun(AutoGuide):
             outcomes = {site["name"] for site in sites if site["is_observed"]}
             latents = [site["name"] for site in sites if not site["is_observed"]]
             names = tuple(name for name in latents if not is_missing_outcome(name, outcomes))
-            candidates = names if self._shares_latents else ()
+            candidates = names if self._base.shares_latents else ()
             given = {name: site["value"] for name, site in (base_trace or {}).items() if site["type"] == "sample"}
             found = find_groups(self._with(args, kwargs), self.joint, candidates, self.family, given)
             return Latents(names, *found)
@@ -392,16 +334,8 @@ class AbstractGuideRun(AutoGuide):
         self, values: Mapping[str, Array], wrapped: Callable[[AbstractPosteriorFamily], AbstractPosteriorFamily]
     ) -> Self:
         """This guide with the latents of the base guide at fixed values, and other posteriors made of its own."""
-        assert isinstance(self.base, AutoGuide)
-        sites = self.base.prototype_trace or {}
-
-        def base(*args: Any, **kwargs: Any) -> None:
-            del args, kwargs
-            for name, value in values.items():
-                numpyro.sample(name, dist.Delta(value, event_dim=sites[name]["fn"].event_dim))
-
         guide = copy.copy(self)
-        guide.base, guide._wrapped = base, wrapped
+        guide._base, guide._wrapped = self._base.fixed(values), wrapped
         return guide
 
     def frozen(self) -> Self:
@@ -412,7 +346,7 @@ class AbstractGuideRun(AutoGuide):
 
     def medians_of_base(self, params: Mapping[str, Any], args: tuple, kwargs: dict, method: str) -> dict[str, Array]:
         """Posterior medians of the latents of the base guide, for a method that holds them there."""
-        if not isinstance(self.base, AutoGuide):
+        if not self._base.is_auto:
             msg = (
                 f"`{method}` holds the other latents at their medians, and a base guide of your own has none. Use an "
                 "autoguide as `base`, such as `AutoNormal` or `AutoDelta`."
@@ -421,7 +355,7 @@ class AbstractGuideRun(AutoGuide):
         return self._base_summary(params, args, kwargs, "median")
 
     def _base_summary(self, params: Mapping[str, Any], args: tuple, kwargs: dict, method: str, *extra: Any) -> dict:
-        if not isinstance(self.base, AutoGuide):
+        if not self._base.is_auto:
             msg = (
                 f"`{method}` needs a base guide that has one, got a {type(self.base).__name__}. Use `sample_posterior`."
             )
@@ -429,24 +363,11 @@ class AbstractGuideRun(AutoGuide):
         known = self._known(params)
         if f"{self.prefix}_latents" in params and not set(known.names) - known.joint:
             return {}
-        if self.base.prototype_trace is None:
+        if self._base.sites is None:
             # A guide made afresh: one run tells the base guide the shapes of its sites.
             try:
                 self._conditioned(jax.random.key(0), params)(lambda: self._run_base(True, args, kwargs))
             except TypeError as error:
                 error.add_note(f"A guide that has not been run yet needs the model's arguments in `{method}` too.")
                 raise
-        try:
-            values = getattr(self.base, method)(params, *extra)
-        except NotImplementedError as error:
-            msg = f"A base guide of type {type(self.base).__name__} has no `{method}`. Use `sample_posterior`."
-            raise NotImplementedError(msg) from error
-        # The base guide sees GP sites that are zero, and so do deterministic sites there.
-        sites = self.base.prototype_trace
-        assert sites is not None
-        latents = {name: value for name, value in values.items() if sites[name]["type"] == "sample"}
-        if not extra:
-            return latents
-        # Some base guides have a leading axis for a single probability, others have none.
-        own = {name: value.shape[value.ndim - np.ndim(sites[name]["value"]) :] for name, value in latents.items()}
-        return {name: jnp.reshape(value, np.shape(extra[0]) + own[name]) for name, value in latents.items()}
+        return self._base.summary(params, method, *extra)

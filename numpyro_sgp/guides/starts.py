@@ -12,14 +12,14 @@ import numpy as np
 import numpyro
 from numpyro import distributions as dist
 from numpyro import handlers
-from numpyro.distributions import biject_to, constraints
+from numpyro.distributions import biject_to
 from numpyro.distributions.transforms import AffineTransform, ExpTransform, PowerTransform
 from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp._internal.predictors import traced
 from numpyro_sgp.distributions.traces import Trace
-from numpyro_sgp.distributions.wrappers import observed_mask, unwrap
+from numpyro_sgp.distributions.wrappers import is_real, observed_mask, unwrap
 from numpyro_sgp.guides.handlers import GivenGaussianProcesses, UnchangedState
 from numpyro_sgp.guides.model_runs import again, first_run
 
@@ -111,14 +111,7 @@ def _of_prior(fn: Any, transform: Any, shape: tuple[int, ...], rng_key: Array) -
         sample_shape = shape[: len(shape) - len(fn.shape())]
         draws = transform.inv(fn.sample(rng_key, (num_draws, *sample_shape)))
         median, spread = jnp.median(draws, axis=0), jnp.std(draws, axis=0)
-    return (median if _is_real(fn.support) else jnp.where(spread < _VAGUE, median, 0.0)), spread
-
-
-def _is_real(support: Any) -> bool:
-    """Whether all real numbers, or vectors or matrices of them, are possible."""
-    while isinstance(support, type(constraints.independent(constraints.real, 1))):
-        support = support.base_constraint
-    return support is constraints.real
+    return (median if is_real(fn.support) else jnp.where(spread < _VAGUE, median, 0.0)), spread
 
 
 def _quantile(fn: Any, z: float) -> Any:
@@ -224,7 +217,7 @@ def _measurement(site: dict[str, Any]) -> tuple[Array, Array] | None:
         for each in reversed(fn.transforms):
             value = jnp.asarray(each.inv(value))
         fn = unwrap(fn.base_dist)
-    if "loc" not in fn.arg_constraints or not _is_real(fn.support):
+    if "loc" not in fn.arg_constraints or not is_real(fn.support):
         return None
     batch_shape = site["fn"].batch_shape
     counts = jnp.broadcast_to(observed_mask(site["fn"]), batch_shape)

@@ -11,7 +11,6 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 from numpyro import handlers
-from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
 from numpyro.infer import SVI
 from numpyro.infer.autoguide import AutoNormal
@@ -20,11 +19,13 @@ import optax
 from numpyro_sgp._internal.signatures import with_num_data
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.traces import scaled_log_prob
-from numpyro_sgp.distributions.wrappers import unwrap
+from numpyro_sgp.distributions.wrappers import is_real, unwrap
 from numpyro_sgp.fitting.automatic.placing import place, placed, precision_of_rows, unexplained
 from numpyro_sgp.fitting.automatic.profile import Profile
 from numpyro_sgp.fitting.program import Arguments
+from numpyro_sgp.guides.handlers import GivenGaussianProcesses
 from numpyro_sgp.guides.members import Joint
+from numpyro_sgp.guides.model_runs import again, first_run
 from numpyro_sgp.losses.quadrature_elbo import QuadratureELBO
 from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
 
@@ -149,7 +150,7 @@ def effects(task: Task, index: np.ndarray, rng_key: Array) -> Joint:
     groups = guide.joint_groups(svi.optim.get_params(state.optim_state))
     if not any(group.latents for group in groups):
         return False
-    added = _added(task.model, [site for group in groups for site in group.sites], args, kwargs, rng_key)
+    added = _added(lambda: task.model(*args, **kwargs))
     names: list[str] = []
     for group in groups:
         kept = [name for name in group.latents if name in added]
@@ -157,38 +158,24 @@ def effects(task: Task, index: np.ndarray, rng_key: Array) -> Joint:
     return tuple(names) or False
 
 
-def _added(model: Callable, sites: list[str], args: tuple, kwargs: dict[str, Any], rng_key: Array) -> set[str]:
+def _added(model: Callable[[], Any]) -> set[str]:
     """Latents on the real line that the terms depend on where all GP sites are zero."""
-
-    def traced(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        given = handlers.substitute(handlers.seed(model, rng_key), data=dict(values))
-        return handlers.trace(given).get_trace(*args, **kwargs)
-
-    shapes = jax.eval_shape(lambda: {site: traced({})[site]["value"] for site in sites})
-    zeros = {site: jnp.zeros(shape.shape, shape.dtype) for site, shape in shapes.items()}
-    names: list[str] = []
 
     @jax.jit
     def slopes() -> dict[str, Array]:
-        trace = traced(zeros)
-        free = {name: site for name, site in trace.items() if site["type"] == "sample" and not site["is_observed"]}
-        names.extend(name for name, site in free.items() if name not in sites and _is_real(site["fn"].support))
+        given = GivenGaussianProcesses(0.0)
+        trace = first_run(model, given)
+        latents = {name: site for name, site in trace.items() if site["type"] == "sample" and not site["is_observed"]}
+        w = {name: site["value"] for name, site in latents.items() if is_real(site["fn"].support)}
 
         def log_density(w: dict[str, Array]) -> Array:
-            values = {name: site["value"] for name, site in free.items()}
-            terms = [site for site in traced({**values, **zeros, **w}).values() if site["type"] == "sample"]
-            return sum((jnp.sum(scaled_log_prob(site)) for site in terms if site["is_observed"]), jnp.zeros(()))
+            sites = [site for site in again(model, trace, w).values() if site["type"] == "sample"]
+            return sum((jnp.sum(scaled_log_prob(site)) for site in sites if site["is_observed"]), jnp.zeros(()))
 
-        gradients = jax.grad(log_density)({name: trace[name]["value"] for name in names})
+        gradients = jax.grad(log_density)({name: value for name, value in w.items() if name not in given.priors})
         return {name: jnp.max(jnp.abs(gradient)) for name, gradient in gradients.items()}
 
     return {name for name, slope in slopes().items() if slope > 0.0}
-
-
-def _is_real(support: Any) -> bool:
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
-    return support is constraints.real or support is constraints.real_vector
 
 
 def _first_row(kernel: Callable, X: Any, rng_key: Array) -> Array:
