@@ -141,6 +141,7 @@ def read_arrays(path: str | os.PathLike) -> dict[str, np.ndarray]:
     with Path(path).open("rb") as file:
         try:
             with np.load(file, allow_pickle=False) as archive:
+                _check_sizes(archive)
                 return {name: archive[name] for name in archive.files}
         except Exception as error:  # NumPy and `zipfile` raise many kinds at bytes that are not as they should be
             msg = (
@@ -148,6 +149,13 @@ def read_arrays(path: str | os.PathLike) -> dict[str, np.ndarray]:
                 "used, or copy it anew."
             )
             raise ValueError(msg) from error
+
+
+def _check_sizes(archive: Any) -> None:
+    """Raise where an entry of an archive has two sizes: nothing is compressed. Python 3.13 would notice by itself."""
+    if any(entry.compress_size != entry.file_size for entry in archive.zip.infolist()):
+        msg = "an entry has two sizes"
+        raise ValueError(msg)
 
 
 def restored(
