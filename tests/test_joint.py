@@ -163,6 +163,7 @@ def test_quadrature_is_what_draws_of_all_members_estimate(form):
 
 @each_form
 @pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:The natural parameters:UserWarning")
 def test_the_direction_of_a_step_is_the_gradient_with_respect_to_expectation_parameters(form):
     guide = FORMS[form](everything, Z)
     params = arbitrary(everything, guide)

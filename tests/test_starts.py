@@ -111,7 +111,7 @@ def test_what_was_observed_is_found_in_many_forms_and_the_rest_starts_near_the_m
 
     start = first_params(model, Y)["x_auto_loc"]
     assert_allclose(start[5:], MEASURED[5:], rtol=1e-12)
-    assert_allclose(start[:5], 10.0, atol=0.5)
+    assert_allclose(start[:5], 10.0, atol=1.5)
     assert np.all(start[:5] != 10.0)
 
 
@@ -133,7 +133,7 @@ def test_an_outcome_that_is_no_measurement_of_a_latent_says_nothing_of_its_start
             numpyro.sample("m", NO_MEASUREMENTS[form](x), obs=jnp.abs(MEASURED))
         outcome(x[:, None], y)
 
-    assert_allclose(first_params(model, Y)["x_auto_loc"], 10.0, atol=0.5)
+    assert_allclose(first_params(model, Y)["x_auto_loc"], 10.0, atol=1.5)
 
 
 def test_a_measurement_outside_the_support_leaves_a_latent_near_its_median():
@@ -147,7 +147,7 @@ def test_a_measurement_outside_the_support_leaves_a_latent_near_its_median():
     assert 20 < inside.sum() < N
     start = 4.5 / (1.0 + np.exp(-first_params(model, MEASURED, Y)["x_auto_loc"])) - 2.0
     assert_allclose(start[inside], MEASURED[inside], rtol=1e-10)
-    assert_allclose(start[~inside], 0.25, atol=0.5)
+    assert_allclose(start[~inside], 0.25, atol=1.5)
 
 
 def test_rows_of_a_subsample_are_not_repeated_for_the_others():
@@ -157,7 +157,7 @@ def test_rows_of_a_subsample_are_not_repeated_for_the_others():
             numpyro.sample("x_obs", dist.Normal(x, 0.2), obs=MEASURED)
         outcome(x[:, None], y)
 
-    assert_allclose(first_params(model, Y)["x_auto_loc"], 10.0, atol=0.5)
+    assert_allclose(first_params(model, Y)["x_auto_loc"], 10.0, atol=1.5)
 
 
 PRIORS = {
@@ -179,7 +179,7 @@ PRIORS = {
 
 
 @pytest.mark.parametrize("name", PRIORS)
-def test_latents_start_about_the_prior_median_within_a_tenth_of_a_standard_deviation(name):
+def test_latents_start_about_the_prior_median_within_a_third_of_a_standard_deviation(name):
     prior, truth, unconstrained = PRIORS[name]
     unconstrained = (lambda x: x) if unconstrained is None else unconstrained
     median, above = (unconstrained(truth.ppf(q)) for q in (0.5, stats.norm.cdf(1.0)))
@@ -188,14 +188,14 @@ def test_latents_start_about_the_prior_median_within_a_tenth_of_a_standard_devia
     # Medians of 20 draws have standard deviations of 0.28 of one of the prior; those of gamma variables are
     # approximated to 0.04.
     drawn = name == "drawn"
-    assert_allclose(w.std(), (0.3 if drawn else 0.1) * min(spread, 1.0), rtol=0.3)
+    assert_allclose(w.std(), (0.41 if drawn else 0.3) * min(spread, 1.0), rtol=0.3)
     standard_error = w.std() / np.sqrt(len(w))
     assert_allclose(w.mean(), median, atol=5.0 * standard_error + 0.07 * spread)
 
 
 def test_a_scale_of_which_the_prior_knows_nothing_starts_near_one():
     # The median of this inverse gamma variable is e⁶⁹³.
-    assert np.abs(start_of(dist.InverseGamma(1e-3, 1e-3))).max() < 1.0
+    assert np.abs(start_of(dist.InverseGamma(1e-3, 1e-3))).max() < 2.0
 
 
 def test_a_latent_starts_near_the_median_given_where_its_parents_start():
@@ -206,8 +206,25 @@ def test_a_latent_starts_near_the_median_given_where_its_parents_start():
         outcome(X, y)
 
     start = first_params(model, Y)
-    assert_allclose(start["scale_auto_loc"], 3.0, atol=0.5)
-    assert_allclose(start["x_auto_loc"], start["centre_auto_loc"], atol=0.1 * 0.02 * 5.0)
+    assert_allclose(start["scale_auto_loc"], 3.0, atol=1.5)
+    assert_allclose(start["x_auto_loc"], start["centre_auto_loc"], atol=0.3 * 0.02 * 5.0)
+
+
+def test_weights_of_a_network_start_at_a_draw_of_their_prior():
+    eqx = pytest.importorskip("equinox")
+    from numpyro.contrib.module import random_eqx_module
+
+    net = eqx.nn.Linear(1, 400, key=jax.random.key(0))
+
+    def model(y):
+        scale = numpyro.sample("net_scale", dist.Normal(0.0, 1.0).expand([400]).to_event(1))
+        weights = random_eqx_module("net", net, prior=dist.Normal(0.0, 2.0))
+        outcome(jnp.tanh(jax.vmap(weights)(jnp.asarray(TRUE)[:, None]) + scale).mean(axis=1, keepdims=True), y)
+
+    start = first_params(model, Y)
+    # Draws have standard deviation 2, and are moved by no more than one unit.
+    assert_allclose(np.std(start["net/weight_auto_loc"]), 1.0, rtol=0.2)
+    assert_allclose(np.std(start["net_scale_auto_loc"]), 0.3, rtol=0.2)
 
 
 # NumPyro asks each parameter for its shape, that of our guide without numbers too.
@@ -221,7 +238,7 @@ def test_latents_inside_a_scan_start_near_their_medians():
         _, x = scan(step, 0.0, None, length=N)
         outcome(x[:, None], y)
 
-    assert_allclose(first_params(model, Y)["x_auto_loc"], 1.0 + np.arange(N), atol=0.8)
+    assert_allclose(first_params(model, Y)["x_auto_loc"], 1.0 + np.arange(N), atol=1.0)
 
 
 def test_starts_follow_from_the_key_also_within_jit():
@@ -246,7 +263,7 @@ def test_other_autoguides_start_there_too_unless_they_say_where():
     kwargs = {"joint": False}
     delta = first_params(in_a_plate, MEASURED, Y, base=AutoDelta, **kwargs)
     assert_allclose(delta["x_auto_loc"], MEASURED, rtol=1e-12)
-    assert_allclose(np.log(delta["lengthscale_auto_loc"]), 0.0, atol=0.5)
+    assert_allclose(np.log(delta["lengthscale_auto_loc"]), 0.0, atol=1.5)
     whole = first_params(in_a_plate, MEASURED, Y, base=AutoMultivariateNormal, **kwargs)["auto_loc"]
     assert sum(np.isclose(whole[:, None], MEASURED, rtol=1e-12).any(axis=0)) == N
     scaled = first_params(in_a_plate, MEASURED, Y, base=partial(AutoNormal, init_scale=0.01), **kwargs)

@@ -1,4 +1,7 @@
-"""Where a base guide starts: at what was observed of a latent, near the prior median elsewhere."""
+"""Where a base guide starts: at what was observed of a latent, near the prior median elsewhere.
+
+The weights of a network with priors are the exception: they start at a draw of them.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 import math
@@ -25,10 +28,13 @@ from numpyro_sgp.guides.model_runs import again, first_run
 
 __all__ = ["observed_values", "starting_values"]
 
-# In prior standard deviations, or in units of the unconstrained latent where these are wider, as the standard deviation
-# that `AutoNormal` starts with. At the median itself latents may be all alike, or zero, where the gradient of a model
-# that is symmetric in them (a GPLVM, factors and loadings) is zero but for rounding.
-_DISTANCE = 0.1
+# In prior standard deviations, or in units of the unconstrained latent where these are wider; that of the median of 15
+# draws, which is NumPyro's `init_to_median`. At the median itself latents may be all alike, or zero, where the gradient
+# of a model that is symmetric in them (a GPLVM, factors and loadings) is zero but for rounding.
+_DISTANCE = 0.3
+# A network whose weights are all small learns nothing at first, and its prior then wins.
+_DISTANCE_OF_WEIGHTS = 1.0
+_OF_NETWORK = "$params"  # in the name of a network's parameter
 # A positive latent, say, whose logarithm has a larger standard deviation has no scale that the prior knows.
 _VAGUE = 20.0
 # Medians without a formula are those of draws: fewer for a latent with many numbers.
@@ -60,12 +66,23 @@ def starting_values(model: Callable[[], Any], given: Mapping[str, Array], rng_ke
     Args:
         model: with its arguments given, and no GP sites to be sampled.
         given: values of latents, by name. Where they are NaN, or outside the support, the prior counts.
-        rng_key: moves each number a tenth of a prior standard deviation away from its median.
+        rng_key: moves each number away from its median, by 0.3 prior standard deviations or so.
     """
 
     # One program, with parameters at their initial values: nothing of it is to be seen outside.
     def run(rng_key: Array) -> dict[str, Array]:
-        start = handlers.substitute(substitute_fn=lambda site: _near_median(site, given))
+        networks: list[str] = []
+
+        def near_median(site: dict[str, Any]) -> Any:
+            if site["type"] == "param" and site["name"].endswith(_OF_NETWORK):
+                networks.append(f"{site['name'].removesuffix(_OF_NETWORK)}/")
+            if not _is_continuous(site) or site["value"] is not None:
+                return None
+            # `random_flax_module` and the like prefix the names of weights with that of their network.
+            is_weight = site["name"].startswith(tuple(networks))
+            return _near_median(site, given, _DISTANCE_OF_WEIGHTS if is_weight else _DISTANCE)
+
+        start = handlers.substitute(substitute_fn=near_median)
         with numpyro.validation_enabled(False), handlers.block(), UnchangedState(), handlers.trace() as trace, start:
             handlers.seed(model, rng_seed=rng_key)()
         return {name: site["value"] for name, site in trace.items() if _is_continuous(site)}
@@ -81,9 +98,7 @@ def _is_continuous(site: Mapping[str, Any]) -> bool:
     return support is not None and not support.is_discrete
 
 
-def _near_median(site: dict[str, Any], given: Mapping[str, Array]) -> Any:
-    if not _is_continuous(site) or site["value"] is not None:
-        return None
+def _near_median(site: dict[str, Any], given: Mapping[str, Array], distance: float) -> Any:
     fn = site["fn"]
     of_prior, of_noise = jax.random.split(site["kwargs"]["rng_key"])
     shape = (*site["kwargs"].get("sample_shape", ()), *fn.shape())
@@ -93,7 +108,7 @@ def _near_median(site: dict[str, Any], given: Mapping[str, Array]) -> Any:
     except NotImplementedError:  # an improper prior, or a support without a transform, of which NumPyro says more
         return init_to_uniform(site)
     noise = jax.random.normal(of_noise, jnp.shape(median), jnp.result_type(median))
-    w = median + _DISTANCE * jnp.minimum(spread, 1.0) * noise
+    w = median + distance * jnp.minimum(spread, 1.0) * noise
     if site["name"] in given:
         observed = transform.inv(given[site["name"]])
         w = jnp.where(jnp.isfinite(observed), observed, w)
