@@ -318,7 +318,8 @@ class Search:
             told = float(jnp.mean(precisions[site] * prior.kernel(prior.X)))
             allowed = np.asarray([_UNEXPLAINED, min(_UNEXPLAINED_IN_ALL / self.task.rows, _UNEXPLAINED)])
             few = max(_FEW_INDUCING, int((_FEW_OPERATIONS / self.task.rows) ** 0.5))
-            tolerance, of_few = np.clip(allowed / max(told, 1e-12), 1e-8, 0.1).tolist()
+            # No number of inducing inputs leaves less than the jitter of their covariance does.
+            tolerance, of_few = np.clip(allowed / max(told, 1e-12), 2.0 * prior.relative_jitter, 0.1).tolist()
             found[site] = _Need(prior, tolerance, of_few, min(few, self.task.most_inducing))
         return found
 
