@@ -443,6 +443,24 @@ def test_a_product_with_known_zeros_or_symmetry_does_three_quarters_of_the_work(
     assert compiled.cost_analysis()["flops"] < 0.76 * 2 * M**3
 
 
+@pytest.mark.parametrize("transform", [linalg.by_rows, linalg.transposed, linalg.mirrored])
+def test_layouts_that_are_asked_for_are_not_those_of_results(transform):
+    plain = {
+        linalg.by_rows: lambda x: x,
+        linalg.transposed: lambda x: np.swapaxes(x, -1, -2),
+        linalg.mirrored: lambda x: x + np.swapaxes(x, -1, -2),
+    }[transform]
+    X = np.arange(175.0, dtype=np.float32).reshape(7, 5, 5)
+    for axis in range(3):
+        mapped = jax.jit(jax.vmap(transform, axis, axis))(np.moveaxis(X, 0, axis))
+        # What operations read, and not what lies in memory.
+        assert_array_equal(jnp.moveaxis(mapped, axis, 0) + 0.0, plain(X))
+    basis = np.eye(25).reshape(25, 5, 5)
+    expected = np.moveaxis(plain(basis), 0, -1).reshape(5, 5, 5, 5)
+    for derivative in (jax.jacfwd(transform), jax.jacrev(transform)):
+        assert_array_equal(jax.jit(derivative)(X[0]) + 0.0, expected)
+
+
 @pytest.mark.usefixtures("x64")
 def test_a_root_whitens_by_products_in_float64_as_by_solves_in_float32():
     rng = np.random.default_rng(6)
@@ -459,12 +477,13 @@ def test_a_root_whitens_by_products_in_float64_as_by_solves_in_float32():
         root = linalg.root_of(K)
         assert (root.inverse is None) == (K.dtype == np.float32)
         half = linalg.mirrored(root.whiten_half(w))
-        vectors = root.whiten(b), root.whiten_tangent(b), root.unwhiten(b)
+        transpose = jax.linear_transpose(root.whiten_tangent, b)
+        vectors = root.whiten(b), root.whiten_tangent(b), root.unwhiten(b), *transpose(b)
         return *vectors, root.whiten_both(w), half, root.unwhiten_both(w)
 
     for dtype, tolerance in ((np.float64, 1e-10), (np.float32, 3e-3)):
         ours = everything(*(jnp.asarray(x, dtype) for x in (K, B, W)))
-        for mine, plain in zip(ours, (plain_b, plain_b, plain_ub, both, both, unwhitened), strict=True):
+        for mine, plain in zip(ours, (plain_b, plain_b, plain_ub, plain_ub, both, both, unwhitened), strict=True):
             assert mine.dtype == dtype
             assert_allclose(mine, plain, rtol=0.0, atol=tolerance * np.abs(plain).max())
 

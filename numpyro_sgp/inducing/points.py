@@ -88,6 +88,8 @@ class AbstractPoints(AbstractInducing):
         return kernel(self.Z, X)
 
     def Kuv(self, kernel: Callable, other: AbstractInducing) -> Array:
+        if isinstance(other, AbstractPoints):
+            return kernel(self.Z, other.Z)
         return jnp.swapaxes(other.Kuf(kernel, self.Z), -1, -2)
 
 

@@ -11,6 +11,7 @@ import itertools
 
 import jax
 from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
@@ -77,13 +78,16 @@ def cholesky(K: Array, jitter: ArrayLike = 0.0) -> Array:
     """Lower L with L Lᵀ = K + jitter · mean(diag K) · I.
 
     Args:
-        K: symmetric matrices, (..., M, M); only the lower triangle is read.
+        K: symmetric matrices, (..., M, M); only the upper triangle is read.
         jitter: non-negative, relative to the mean of the diagonal.
 
     Returns:
         (..., M, M); NaN where the factorisation fails.
     """
-    return lax.linalg.cholesky(with_jitter(K, jitter), symmetrize_input=False)
+    if not (isinstance(jitter, float) and jitter == 0.0):
+        K = with_jitter(K, jitter)
+    # The columns that LAPACK reads are the rows of the transpose.
+    return lax.linalg.cholesky(jnp.swapaxes(K, -1, -2), symmetrize_input=False)
 
 
 def _solve(L: Array, B: Array, transpose: bool) -> Array:
@@ -151,13 +155,24 @@ def triangular_inverse(L: Array, block: int = 64) -> Array:
     )
 
 
+def by_rows(X: Array) -> Array:
+    """X, (..., M, N), laid out by rows in memory.
+
+    A factorisation on a CPU asks for columns, and XLA would pass that on to what its argument is made of and what is
+    made of its result, where products and sums then copy or read against the grain.
+    """
+    # JAX gives a result of a compiled function the layout that the function ends with asking for, also where `vmap`
+    # has moved its axes, and operations then read it wrongly (0.10, 0.12). Behind the barrier it does not see the wish.
+    return lax.optimization_barrier(with_layout_constraint(jnp.asarray(X), Layout(tuple(range(jnp.ndim(X))))))
+
+
 def transposed(X: Array) -> Array:
     """Xᵀ as an array of its own, (..., N, M) of (..., M, N).
 
-    XLA would otherwise fold the transpose into a product, and on a CPU products with a transposed left factor take 1.6
-    times as long.
+    XLA would otherwise fold the transpose into a product, and on a CPU products with a transposed left factor take
+    twice as long.
     """
-    return lax.optimization_barrier(jnp.swapaxes(X, -1, -2))
+    return by_rows(jnp.swapaxes(by_rows(X), -1, -2))
 
 
 def halved(G: Array) -> Array:
@@ -180,11 +195,17 @@ def _split(M: int) -> int:
     return 64 * -(-(M // 2) // 64)
 
 
+def _strips(M: int) -> list[slice]:
+    """Rows of a triangular matrix by quarters: what is zero beside each strip is left out of its product."""
+    size = max(128, 64 * -(-M // 256))
+    return [slice(start, min(start + size, M)) for start in range(0, M, size)]
+
+
 def mirrored(F: Array) -> Array:
     """F + Fᵀ, (..., M, M)."""
     M = F.shape[-1]
     if M <= _TRANSPOSED:
-        return F + jnp.swapaxes(F, -1, -2)
+        return by_rows(F + jnp.swapaxes(F, -1, -2))
     cuts = [*range(0, M, _TRANSPOSED), M]
     spans = [slice(*span) for span in itertools.pairwise(cuts)]
     lower = {
@@ -212,10 +233,10 @@ def _assemble(upper_left: Array, lower_left: Array, lower_right: Array) -> Array
 def _half_congruence(A: Array, C: Array, D: Array, W: Array) -> Array:
     """Φ(X W Xᵀ) for X = [[A, 0], [C, D]] and symmetric W: nine of the sixteen products of half the size."""
     h = A.shape[-1]
-    W11, W21, W22 = W[..., :h, :h], W[..., h:, :h], W[..., h:, h:]
+    W11, W12, W21, W22 = W[..., :h, :h], W[..., :h, h:], W[..., h:, :h], W[..., h:, h:]
     A_t, C_t, D_t = (jnp.swapaxes(x, -1, -2) for x in (A, C, D))
     left = matmul(C, W11) + matmul(D, W21)
-    right = matmul(C, jnp.swapaxes(W21, -1, -2)) + matmul(D, W22)
+    right = matmul(C, W12) + matmul(D, W22)
     return _assemble(
         halved(matmul(matmul(A, W11), A_t)), matmul(left, A_t), halved(matmul(left, C_t) + matmul(right, D_t))
     )
@@ -249,8 +270,8 @@ def congruence_of_upper(U: Array, W: Array) -> Array:
     h = _split(M)
     A, C, D = U[..., :h, :h], U[..., :h, h:], U[..., h:, h:]
     A_t, C_t, D_t = (jnp.swapaxes(x, -1, -2) for x in (A, C, D))
-    W11, W21, W22 = W[..., :h, :h], W[..., h:, :h], W[..., h:, h:]
-    upper = matmul(W11, A_t) + matmul(jnp.swapaxes(W21, -1, -2), C_t)
+    W11, W12, W21, W22 = W[..., :h, :h], W[..., :h, h:], W[..., h:, :h], W[..., h:, h:]
+    upper = matmul(W11, A_t) + matmul(W12, C_t)
     lower = matmul(W21, A_t) + matmul(W22, C_t)
     return mirrored(
         _assemble(halved(matmul(A, upper) + matmul(C, lower)), matmul(D, lower), halved(matmul(D, matmul(W22, D_t))))
@@ -259,14 +280,18 @@ def congruence_of_upper(U: Array, W: Array) -> Array:
 
 def gram_of_lower(X: Array) -> Array:
     """Xᵀ X for lower triangular X, (..., M, M)."""
+    return mirrored(_half_gram_of_columns(X, transposed(X)))
+
+
+def _half_gram_of_columns(X: Array, U: Array) -> Array:
+    """Φ(U X) for lower triangular X and U = Xᵀ."""
     M = X.shape[-1]
-    U = transposed(X)
     if M < _SPLIT:
-        return matmul(U, X)
+        return halved(matmul(U, X))
     h = _split(M)
-    A, C, D = X[..., :h, :h], X[..., h:, :h], X[..., h:, h:]
-    A_t, C_t, D_t = U[..., :h, :h], U[..., :h, h:], U[..., h:, h:]
-    return mirrored(_assemble(halved(matmul(A_t, A) + matmul(C_t, C)), matmul(D_t, C), halved(matmul(D_t, D))))
+    C, D, C_t, D_t = X[..., h:, :h], X[..., h:, h:], U[..., :h, h:], U[..., h:, h:]
+    upper_left = _half_gram_of_columns(X[..., :h, :h], U[..., :h, :h]) + half_product(C_t, C)
+    return _assemble(upper_left, upper_product(D_t, C), _half_gram_of_columns(D, D_t))
 
 
 def gram_of_rows(X: Array) -> Array:
@@ -297,7 +322,18 @@ def half_product(X: Array, Y: Array) -> Array:
 
 def symmetric_product(X: Array, Y: Array) -> Array:
     """X Yᵀ where it is known to be symmetric, (..., M, M): only its lower half is computed, and mirrored."""
-    return mirrored(half_product(X, jnp.swapaxes(Y, -1, -2)))
+    return mirrored(_half_product_of_rows(X, Y))
+
+
+def _half_product_of_rows(X: Array, Y: Array) -> Array:
+    """Φ(X Yᵀ), (..., M, M)."""
+    M = X.shape[-2]
+    if M < _SPLIT:
+        return halved(matmul(X, jnp.swapaxes(Y, -1, -2)))
+    h = _split(M)
+    below = matmul(X[..., h:, :], jnp.swapaxes(Y[..., :h, :], -1, -2))
+    upper, lower = (_half_product_of_rows(X[..., rows, :], Y[..., rows, :]) for rows in (slice(h), slice(h, M)))
+    return _assemble(upper, below, lower)
 
 
 def product_of_lower(X: Array, Y: Array) -> Array:
@@ -337,12 +373,12 @@ def lower_part_of_upper_product(U: Array, B: Array) -> Array:
 
 
 def lower_product(X: Array, B: Array) -> Array:
-    """X B for lower triangular X, (..., M, M), and B, (..., M, N): three of the four products of half the size."""
+    """X B for lower triangular X, (..., M, M), and B, (..., M, N)."""
     M = X.shape[-1]
     if M < _SPLIT or B.shape[-1] == 1:
         return matmul(X, B)
-    h = _split(M)
-    return jnp.concatenate([matmul(X[..., :h, :h], B[..., :h, :]), matmul(X[..., h:, :], B)], axis=-2)
+    parts = [matmul(X[..., rows, : rows.stop], B[..., : rows.stop, :]) for rows in _strips(M)]
+    return jnp.concatenate(parts, axis=-2)
 
 
 def upper_product(U: Array, B: Array) -> Array:
@@ -350,8 +386,8 @@ def upper_product(U: Array, B: Array) -> Array:
     M = U.shape[-1]
     if M < _SPLIT or B.shape[-1] == 1:
         return matmul(U, B)
-    h = _split(M)
-    return jnp.concatenate([matmul(U[..., :h, :], B), matmul(U[..., h:, h:], B[..., h:, :])], axis=-2)
+    parts = [matmul(U[..., rows, rows.start :], B[..., rows.start :, :]) for rows in _strips(M)]
+    return jnp.concatenate(parts, axis=-2)
 
 
 def _product_with_upper(B: Array, U: Array) -> Array:
@@ -439,7 +475,7 @@ class Root:
 
 
 def root_of(K: Array, blocks: tuple[int, ...] | None = None) -> Root:
-    """Factorise K, (..., M, M), of which only the lower triangle is read; NaN where that fails.
+    """Factorise K, (..., M, M), of which only the upper triangle is read; NaN where that fails.
 
     Args:
         K: a covariance matrix.
@@ -469,10 +505,19 @@ def _block_diagonal(blocks: list[Array]) -> Array:
 
 def _lower_product_of_transposed(U: Array, B: Array) -> Array:
     """Uᵀ B for upper triangular U: as a linear map of B, one whose transpose is quick."""
-    # JAX transposes a product with the cotangent as its left factor: the barrier keeps that from being contracted over
-    # its first axis.
-    product = lax.optimization_barrier(_product_with_upper(jnp.swapaxes(B, -1, -2), U))
-    return jnp.swapaxes(product, -1, -2)
+    # JAX transposes a product with the cotangent as its left factor, which must not be contracted over its first axis.
+    M, B_t = U.shape[-1], transposed(B)
+    if M < _SPLIT:
+        return transposed(matmul(B_t, U))
+    strips = _strips(M)
+    parts = zip(jnp.split(B_t, [rows.start for rows in strips[1:]], axis=-1), strips, strict=True)
+    products = (_behind(rows.start, matmul(part, U[..., rows, rows.start :])) for part, rows in parts)
+    return transposed(sum(products, start=next(products)))
+
+
+def _behind(columns: int, B: Array) -> Array:
+    """[0, B] with so many columns of zeros."""
+    return jnp.pad(B, [(0, 0)] * (B.ndim - 1) + [(columns, 0)])
 
 
 def largest_eigenvalue(K: Array) -> Array:
