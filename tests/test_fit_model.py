@@ -303,3 +303,24 @@ def test_factors_of_a_process_and_limited_latents_are_not_joint_and_what_is_adde
 
     task = Task(model, (X, Y), N, sgp.QuadratureELBO(), AutoNormal, "auto", None, None, 10, False, np.inf)
     assert set(effects(task, np.arange(N), KEY)) == {"f", "slope"}
+
+
+@pytest.mark.thorough
+def test_few_rows_are_all_inducing_inputs_where_a_rough_function_needs_them():
+    rng, rows = np.random.default_rng(0), 320
+    X = rng.uniform(0.0, 1.0, (rows, 2))
+    C = np.asarray(sgp.kernels.Matern52(0.12)(X, X)) + 0.03**2 * np.eye(rows)
+    y = np.linalg.cholesky(C) @ rng.normal(size=rows)
+
+    def rough(X, y=None):
+        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0).expand([2]).to_event(1))
+        noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
+        f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.Matern52(lengthscale), X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    result = sgp.fit(rough, KEY, (X, y))
+    assert result.report.num_inducing == {"f": rows}
+    # 17 nats are lost with the 261 inducing inputs that are chosen for fewer.
+    truth = oracles.gaussian_log_density(y, np.zeros(rows), C)
+    assert truth - 2.0 < result.report.evidence.lower < result.report.evidence.upper < truth + 5.0

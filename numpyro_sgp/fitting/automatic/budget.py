@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["BATCH", "Budget", "parsed_budget"]
+__all__ = ["BATCH", "MOST_INDUCING", "Budget", "parsed_budget"]
 
 # Rows of a batch.
 BATCH = 1000
@@ -17,6 +17,7 @@ _SECONDS = {"s": 1.0, "second": 1.0, "min": 60.0, "minute": 60.0, "h": 3600.0, "
 _BYTES = {"MB": 1e6, "GB": 1e9}
 # More inducing inputs make a step slow, and rarely a fit much better.
 _NUMBERS = (48, 64, 96, 128, 192, 256, 384, 512)
+MOST_INDUCING = _NUMBERS[-1]
 # Steps that there should be time for.
 _STEPS = 1000
 

@@ -20,6 +20,7 @@ from numpyro_sgp._internal.signatures import with_num_data
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.traces import scaled_log_prob
 from numpyro_sgp.distributions.wrappers import is_real, unwrap
+from numpyro_sgp.fitting.automatic.budget import MOST_INDUCING
 from numpyro_sgp.fitting.automatic.placing import place, placed, precision_of_rows, unexplained
 from numpyro_sgp.fitting.automatic.profile import Profile
 from numpyro_sgp.fitting.program import Arguments
@@ -44,6 +45,8 @@ _FIRST, _FEW = 100, 300
 # leave a third of what they may, and only where they are many more.
 _SPARE, _MORE = 3.0, 1.3
 _STARTS = 3
+# So few rows are all inducing inputs once, to see what needs more of them than a search with fewer would ask for.
+_MOST_WHOLE = 2000
 _MOST_CHOICES = 4
 # L-BFGS is asked after so many iterations whether they were worth it: with inducing inputs to train it hardly ends.
 _ITERATIONS, _MOST_ROUNDS = 100, 5
@@ -257,6 +260,7 @@ class Search:
         """Search, and choose inducing inputs as often as that helps; train them where they are too few."""
         if not self.deterministic:
             return
+        start = self.hyperparameters
         self._minimise_from_several_starts()
         if self.task.inducing is None:
             for _ in range(_MOST_CHOICES):
@@ -266,9 +270,60 @@ class Search:
                 self._minimise()
                 if before - self.value < NEGLIGIBLE * self.rows:
                     break
+            if self.num_inducing < self.rows == self.task.rows <= _MOST_WHOLE and self._may_take_all:
+                self._search_with_all_rows(start)
         if self.learns and not self.task.is_over:
             self._begin(self.guide.with_inducing(self.inducing, learn_inducing=True), self.hyperparameters)
             self._minimise()
+
+    @property
+    def _may_take_all(self) -> bool:
+        """Whether the best sites take one step, and neither user nor budget limits the number of inducing inputs."""
+        task = self.task
+        return bool(self.profile.exact) and not task.number_given and task.most_inducing >= MOST_INDUCING
+
+    def _search_with_all_rows(self, start: dict[str, Any]) -> None:
+        """Begin anew with every row as an inducing input, and keep that if it is better by more than nothing.
+
+        A rough function needs many inducing inputs, so that with few of them a smoother one with more noise has the
+        higher bound, wherever the search starts.
+        """
+        best = self.guide, self.profile, self.value, self.enough, self.converged
+        priors = {site: need.prior for site, need in self._needs().items()}
+        every = {site: place(p.kernel, p.X, self.rng_key, most=self.rows) for site, p in priors.items()}
+        self._begin(self.guide.with_inducing(every), start)
+        first, found = self.profile.state, best[1].unconstrained
+        ends = []
+        for moved in ({name: found[name] for name in self._locations}, self._alike()):
+            if self.task.is_over:
+                break
+            self.profile.state = first
+            self.profile.move(moved)
+            self._minimise()
+            ends.append((self.value, self.converged, self.profile.state))
+        if not ends or min(ends, key=lambda end: end[0])[0] > best[2] - NEGLIGIBLE * self.rows:
+            self.guide, self.profile, self.value, self.enough, self.converged = best
+            return
+        self.value, self.converged, self.profile.state = min(ends, key=lambda end: end[0])
+        self.enough = True
+
+    @property
+    def _locations(self) -> list[str]:
+        """Parameters that hold where latents are."""
+        return [name for name in self.profile.unconstrained if name.endswith(f"_{self.guide.prefix}_loc")]
+
+    def _alike(self) -> dict[str, Array]:
+        """Where latents of restricted support are, entries that are near one another as their mean.
+
+        Lengthscales of columns that start at different values end at a lower bound more often than those that start
+        alike.
+        """
+        sites, values, found = cast(Any, self.guide.base).prototype_trace, self.profile.unconstrained, {}
+        for name in self._locations:
+            value, site = values[name], sites[name.removesuffix(f"_{self.guide.prefix}_loc")]
+            if not is_real(site["fn"].support) and jnp.std(value) < 1.0:
+                found[name] = jnp.full_like(value, jnp.mean(value))
+        return found
 
     @property
     def learns(self) -> bool:
@@ -290,13 +345,12 @@ class Search:
     def _minimise_from_several_starts(self) -> None:
         """The best end of searches from the start and from places around it: long lengthscales often lead astray."""
         start = self.profile.state
-        values = self.profile.unconstrained
-        names = [name for name in values if name.endswith(f"_{self.guide.prefix}_loc")]
+        values, names = self.profile.unconstrained, self._locations
         ends = []
         for number in range(_STARTS if names else 1):
             self.profile.state = start
             key = jax.random.fold_in(self.rng_key, number)
-            moved = {}
+            moved = {} if number else self._alike()
             for index, name in enumerate(names if number else []):
                 signs = jax.random.rademacher(jax.random.fold_in(key, index), jnp.shape(values[name]))
                 moved[name] = values[name] + signs.astype(values[name].dtype)
