@@ -52,6 +52,8 @@ from numpyro_sgp.posteriors.decoupled.family import Decoupled
 from numpyro_sgp.posteriors.decoupled.guide import AutoDecoupledGP
 from numpyro_sgp.posteriors.dual.guide import AutoTSVGP, Dual
 from numpyro_sgp.posteriors.functions import FunctionDraws
+from numpyro_sgp.posteriors.markov.family import Markov
+from numpyro_sgp.posteriors.markov.guide import AutoMarkovGP
 from numpyro_sgp.posteriors.process import ProcessPosterior, process_posterior
 from numpyro_sgp.posteriors.quadruply_stochastic.family import QuadruplyStochastic
 from numpyro_sgp.posteriors.quadruply_stochastic.guide import AutoQSGP, RelevantVectors
@@ -66,6 +68,7 @@ except PackageNotFoundError:  # run from a source tree that was not installed
 __all__ = [
     "AbstractCallback",
     "AutoDecoupledGP",
+    "AutoMarkovGP",
     "AutoQSGP",
     "AutoSVGP",
     "AutoSparseGP",
@@ -89,6 +92,7 @@ __all__ = [
     "GrowingInducing",
     "InducingPoints",
     "InducingReparam",
+    "Markov",
     "MinimaxMarginalLikelihood",
     "MultiscaleInducing",
     "NaturalGradient",

@@ -25,6 +25,8 @@ LAYERS = [
     "posteriors/quadruply_stochastic/weight_table",
     "posteriors/whitened/formulas",
     "posteriors/dual/formulas",
+    "posteriors/markov/state_space",
+    "posteriors/markov/formulas",
     "posteriors/dual/tied",
     "posteriors/joint/effects",
     "posteriors/joint/predictors",

@@ -187,7 +187,6 @@ class _Ratios:
         """The process given a draw of u, with log q(u)/p(u) in the place of the divergence."""
         if q.joint_run is not None:
             return q.joint_run.given(site, q)
-        process = process_of(self.guide, self.values, site, q)
         covariance = q.moments.covariance
         assert covariance is not None
         if covariance.num_noise is None:  # the values at X are u
@@ -195,6 +194,7 @@ class _Ratios:
             ratio = log_ratio_dense(self.values[f"{site}_{self.guide.prefix}_sites"], q, f + q.prior.prior_mean)
             given = q.moments._replace(mean=f, variance=jnp.zeros_like(f), kl=ratio)
         else:
+            process = process_of(self.guide, self.values, site, q)
             noise = jax.random.normal(rng_key, (*q.batch_shape, covariance.num_noise), q.mean.dtype)
             given = q.moments.given(noise, process.log_ratio(noise))
         return SparsePosterior(q.prior, given, q.batch_shape)

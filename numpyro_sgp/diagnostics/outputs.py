@@ -223,6 +223,10 @@ def _draw_process(
     covariance, dtype = q.moments.covariance, q.moments.mean.dtype
     assert covariance is not None
     shape = q.batch_shape + q.event_shape
+    deviations = covariance.draw_deviations(jax.random.fold_in(key_f, batch), shape)
+    if deviations is not None:
+        f = q.mean + deviations
+        return f, log_ratio_dense(params[f"{site}_{guide.prefix}_sites"], q, f)
     residual = cholesky(q.covariance_given_inducing(q.prior.relative_jitter))
     f = q.mean + matvec(residual, jax.random.normal(jax.random.fold_in(key_f, batch), shape, dtype))
     nan = jnp.full(q.batch_shape, jnp.nan, dtype)

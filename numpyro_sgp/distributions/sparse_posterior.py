@@ -102,6 +102,9 @@ class SparsePosterior(dist.Distribution):
         shape = (*sample_shape, *self.batch_shape, *self.event_shape)
         if not self.joint:
             return _row_by_row(key, self.moments.mean, self.prior.prior_mean, self.moments.variance, shape)
+        deviations = self._covariance.draw_deviations(key, shape)
+        if deviations is not None:
+            return self.mean + deviations
         noise = jax.random.normal(key, shape, self.moments.mean.dtype)
         # The posterior covariance may be singular; its jitter is relative to the prior's scale, as its rounding is.
         scale = jnp.mean(self.kernel(self.prior.X), axis=-1)[..., None, None]

@@ -15,7 +15,7 @@ Values follow the promoted dtype of inputs and hyperparameters; a Python float a
 
 from numpyro_sgp.kernels.algebra import Constant, Kernel, Product, Sum
 from numpyro_sgp.kernels.inputs import Select, Warp
-from numpyro_sgp.kernels.periodic import Periodic
+from numpyro_sgp.kernels.periodic import Cosine, Periodic
 from numpyro_sgp.kernels.polynomial import Linear, Polynomial
 from numpyro_sgp.kernels.stationary import (
     Matern12,
@@ -29,6 +29,7 @@ from numpyro_sgp.kernels.white import White
 
 __all__ = [
     "Constant",
+    "Cosine",
     "Kernel",
     "Linear",
     "Matern12",

@@ -1,4 +1,4 @@
-"""The periodic kernel."""
+"""Kernels of periodic functions."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from numpyro_sgp.kernels.algebra import Kernel
 from numpyro_sgp.kernels.arrays import centred, check_columns, divide, expand, multiply, zero_distance
 from numpyro_sgp.kernels.distances import squared_distance
 
-__all__ = ["Periodic"]
+__all__ = ["Cosine", "Periodic"]
 
 
 @final
@@ -57,3 +57,33 @@ class Periodic(Kernel):
         theta = divide((2.0 * math.pi) * X, expand(self.period, -2))
         lengthscale = expand(self.lengthscale, -2)
         return jnp.concatenate([divide(jnp.cos(theta), lengthscale), divide(jnp.sin(theta), lengthscale)], axis=-1)
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cosine(Kernel):
+    """k(x, z) = σ_f² Π_d cos(2π (x_d − z_d) / p_d): waves of period p with a random amplitude and phase.
+
+    Args:
+        period: p in units of X; scalar, (D,), or batch + (1,) or (D,).
+        variance: σ_f² in units of f²; shape of the batch.
+
+    References: Wilson & Adams (2013), "Gaussian process kernels for pattern discovery and extrapolation", as one
+    component of a spectral mixture without a width.
+    """
+
+    period: ArrayLike
+    variance: ArrayLike = 1.0
+
+    def _diagonal(self, X: Array) -> Array:
+        check_columns("period", self.period, X)
+        ones = jnp.exp(zero_distance(X, self.period))
+        return multiply(expand(self.variance, -2, -1), ones)[..., 0]
+
+    def _matrix(self, X: Array, Z: Array) -> Array:
+        check_columns("period", self.period, X)
+        X, Z = centred(X, Z)
+        left, right = (divide((2.0 * math.pi) * each, expand(self.period, -2)) for each in (X, Z))
+        angles = left[..., :, None, :] - right[..., None, :, :]
+        return multiply(expand(self.variance, -2, -1), jnp.prod(jnp.cos(angles), axis=-1))

@@ -16,7 +16,7 @@ from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.posteriors.dual.formulas import dual_dense, dual_per_datum
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
-from numpyro_sgp.posteriors.moments import Moments, perturbed_moments, roots_of
+from numpyro_sgp.posteriors.moments import Moments, Roots, perturbed_moments
 from numpyro_sgp.posteriors.natural_parameters import DatumSites
 from numpyro_sgp.posteriors.parameters import Parameters
 
@@ -45,7 +45,7 @@ class Conditioned(AbstractPosteriorFamily):
     def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         before = jax.lax.stop_gradient(self.before.moments(param, prior, batch_shape))
         value = param(NEW_SITES, DatumSites.zeros(batch_shape, prior.X))
-        sites, T = value_of(value), roots_of(before).T
+        sites, T = value_of(value), before.covariance.T if isinstance(before.covariance, Roots) else None
         if T is not None and T.shape[-2] < T.shape[-1]:
             q = dual_per_datum(sites.lambda1, sites.Lambda2, T, T, before.variance)
         else:
@@ -57,10 +57,11 @@ class Conditioned(AbstractPosteriorFamily):
 
 def _explained(q: Moments, prior: GaussianProcess) -> Array:
     """C, (..., N, N): all of the covariance where u are the values of f at the training inputs."""
-    explained = roots_of(q).of_inducing()
+    assert q.covariance is not None
+    explained = q.covariance.of_inducing()
     if explained is not None:
         return explained
     X, kernel = prior.X, prior.kernel
     index = jnp.arange(X.shape[-2])
-    C = roots_of(q).given_inducing(kernel(X, X))
+    C = q.covariance.given_inducing(kernel(X, X))
     return jnp.broadcast_to(C, (*q.variance.shape, X.shape[-2])).at[..., index, index].set(q.variance)

@@ -63,6 +63,11 @@ class AbstractCovariance(ABC):
     def deviation(self, noise: Array) -> Array:
         """E[f | u] − E[f] for a draw of u by standard normal numbers, (..., num_noise) to (..., N)."""
 
+    def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array | None:
+        """Joint draws of f − E[f], shape (..., N), if there is a way without a matrix of all rows; else None."""
+        del rng_key, shape
+        return None
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Posteriors of functions of time by Kalman filtering and smoothing."""

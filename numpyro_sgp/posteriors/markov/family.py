@@ -1,0 +1,171 @@
+"""The posterior of a function of time: one Gaussian site for each time, smoothed in O(N)."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+
+from numpyro_sgp._internal.probed import value_of
+from numpyro_sgp.distributions.gaussian_process import GaussianProcess
+from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
+from numpyro_sgp.kernels.functional import AbstractFunctional, same_rows
+from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, at_prior, is_initial
+from numpyro_sgp.posteriors.markov.formulas import smoothed, smoothing_draws
+from numpyro_sgp.posteriors.markov.state_space import AbstractStateSpace, state_space_of
+from numpyro_sgp.posteriors.moments import AbstractCovariance, Moments, perturbed_moments
+from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed
+from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
+
+__all__ = ["Markov"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Path:
+    """Sites on a process at times in ascending order.
+
+    Attributes:
+        model: the process.
+        interval: from the time before, (N,).
+        lambda1: (..., N).
+        precision: (..., N).
+        rows: where in that order the rows are that are asked for, (N_rows,).
+        parallel: whether scans are associative.
+    """
+
+    model: AbstractStateSpace
+    interval: Array
+    lambda1: Array
+    precision: Array
+    rows: Array
+    parallel: bool = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, model: AbstractStateSpace, times: Array, lambda1: Array, precision: Array, first: int, parallel: bool):
+        """From times in any order, of which those after `first` of them are asked for."""
+        order = jnp.argsort(times)
+        interval = jnp.diff(times[order], prepend=times[order[:1]])
+        rows = jnp.argsort(order)[first:]
+        return cls(model, interval, lambda1[..., order], precision[..., order], rows, parallel)
+
+    def moments(self) -> Moments:
+        """Moments at the rows, with the divergence."""
+        q = smoothed(self.model, self.interval, self.lambda1, self.precision, parallel=self.parallel)
+        kl = q.divergence(self.lambda1, self.precision)
+        return Moments(q.mean[..., self.rows], q.variance[..., self.rows], kl, MarkovCovariance(self))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MarkovCovariance(AbstractCovariance):
+    """The covariance of a smoothed process between rows."""
+
+    path: _Path
+
+    @property
+    def num_noise(self) -> int | None:
+        return None
+
+    def given_inducing(self, Kff: Array) -> Array:
+        """Cov(f), (..., N, N), one smoothing for each row: the mean moves by a column of it with each λ₁."""
+        path = self.path
+        zeros = jnp.zeros_like(path.lambda1)
+
+        def column(row: Array) -> Array:
+            unit = zeros.at[..., row].set(1.0)
+            q = smoothed(path.model, path.interval, unit, path.precision, parallel=path.parallel)
+            return q.mean[..., path.rows]
+
+        covariance = jnp.moveaxis(jax.lax.map(column, path.rows), 0, -1)
+        # What was added to the prior variances.
+        own = path.model.h @ path.model.covariance @ path.model.h
+        extra = jnp.diagonal(Kff, axis1=-2, axis2=-1) - own[..., None]
+        return covariance + extra[..., None] * jnp.eye(Kff.shape[-1], dtype=Kff.dtype)
+
+    def of_inducing(self) -> Array | None:
+        return None
+
+    def variance_of_inducing(self) -> Array | None:
+        return None
+
+    def deviation(self, noise: Array) -> Array:
+        raise NotImplementedError
+
+    def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
+        path, dtype = self.path, self.path.lambda1.dtype
+        d, k = path.model.covariance.shape[-1], path.model.noise_root(path.interval[:1]).shape[-1]
+        N, batch = len(path.interval), shape[len(shape) - path.lambda1.ndim : -1]
+
+        def draw(rng_key: Array) -> Array:
+            keys, sizes = jax.random.split(rng_key, 3), ((d,), (N, k), (N,))
+            first, steps, sites = (
+                jax.random.normal(key, (*batch, *size), dtype) for key, size in zip(keys, sizes, strict=True)
+            )
+            zeros = jnp.zeros_like(path.lambda1)
+            noise = first, steps, sites
+            return smoothing_draws(path.model, path.interval, zeros, path.precision, noise)[..., path.rows]
+
+        many = shape[: len(shape) - path.lambda1.ndim]
+        draws = jax.lax.map(draw, jax.random.split(rng_key, math.prod(many)))
+        return draws.reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Markov(AbstractPosteriorFamily):
+    """q(f) ∝ p(f) Π_n t_n(f_n) with a Gaussian site for each time, by filtering and smoothing; starts at the prior.
+
+    Args:
+        num_harmonics: how many waves stand for a `Periodic` kernel, beside its mean.
+        parallel: whether scans over time are associative, for accelerators; None for where the default device is one.
+    """
+
+    num_harmonics: int = 8
+    parallel: bool | None = None
+
+    @property
+    def couples_rows(self) -> bool:
+        return False
+
+    def gaussian(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> None:
+        del param, prior, batch_shape
+
+    def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+        model = self._model(prior)
+        value = param("sites", lambda _: DatumSites.zeros(batch_shape, prior.X))
+        if is_initial(param, "sites"):
+            return at_prior(prior.kernel, prior.X)
+        sites = value_of(value)
+        if isinstance(value, Perturbed):
+            if sites.X.shape != prior.X.shape:
+                msg = (
+                    f"`AutoMarkovGP` holds one site for each of the {sites.X.shape[0]} times given at initialisation; "
+                    f"a training step came with X of shape {prior.X.shape}. Give all times at every step."
+                )
+                raise ValueError(msg)
+            path = self._path(model, sites.fixed_X[:, 0], sites.lambda1, sites.Lambda2, 0)
+            q = path.moments()
+            # Other times, or another order of them, have no site here: the step is refused.
+            same = same_rows(sites.X, prior.X)
+            q = q._replace(mean=jnp.where(same, q.mean, jnp.nan))
+            return perturbed_moments(value, None, q)
+        times = jnp.concatenate([sites.fixed_X[:, 0], prior.X[:, 0]])
+        without = jnp.zeros((*sites.lambda1.shape[:-1], len(prior.X)), sites.lambda1.dtype)
+        lambda1, precision = (jnp.concatenate([each, without], axis=-1) for each in (sites.lambda1, sites.Lambda2))
+        return self._path(model, times, lambda1, precision, len(sites.X)).moments()
+
+    def updated(self, fitted: FittedParameters, q: SparsePosterior, linear: Array, precision: Array) -> dict[str, Any]:
+        return {"sites": fitted("sites").extended(linear, precision, q.prior.X)}
+
+    def _path(self, model: AbstractStateSpace, times: Array, lambda1: Array, precision: Array, first: int) -> _Path:
+        parallel = jax.default_backend() != "cpu" if self.parallel is None else self.parallel
+        return _Path.of(model, times, lambda1, precision, first, parallel)
+
+    def _model(self, prior: GaussianProcess) -> AbstractStateSpace:
+        if isinstance(prior.X, AbstractFunctional) or prior.X.ndim != 2 or prior.X.shape[-1] != 1:
+            got = type(prior.X).__name__ if isinstance(prior.X, AbstractFunctional) else f"shape {prior.X.shape}"
+            msg = f"`AutoMarkovGP` needs `X` to be times, (N, 1), got {got}. `AutoTSVGP` takes any inputs."
+            raise ValueError(msg)
+        return state_space_of(prior.kernel, prior.X.dtype, self.num_harmonics)

@@ -1,0 +1,75 @@
+"""The guide for functions of time."""
+
+from collections.abc import Callable
+from typing import Any
+
+from numpyro.infer.autoguide import AutoNormal
+
+from numpyro_sgp.guides.guide import AbstractAutoSparseGP
+from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
+from numpyro_sgp.posteriors.markov.family import Markov
+
+__all__ = ["AutoMarkovGP"]
+
+
+class AutoMarkovGP(AbstractAutoSparseGP):
+    """Exact smoothing of every GP site of a model over time, in O(N), to be trained with `NaturalGradient`.
+
+    The posterior is that of `AutoTSVGP(model, None)`, q(f) ∝ p(f) Π_n t_n(f_n) with a Gaussian site t_n for each row,
+    at a cost that grows with N d³ for a kernel with d states. Matérn kernels have one, two or three states, `Cosine`
+    has two, `Constant` one, `Periodic` one and two for each wave; those of sums add up, and those of products multiply.
+
+    Inputs are times in any order, (N, 1); the same time may come more than once. A row that is masked, or a time at
+    which predictions are wanted, costs as much as any other. Give all rows at every step.
+
+    Args:
+        model: a NumPyro model with `GaussianProcess` sites of one input.
+        num_harmonics: how many waves stand for a `Periodic` kernel; more for one whose `lengthscale` is below 0.5.
+        parallel: run over time by associative scans, in log N rounds, with all states in memory; None for where the
+            default device is an accelerator.
+        base: guide for the other latents: an autoguide class, or a guide. A class starts a latent at what was observed
+            of it, if it is the location of an outcome, and near its prior median otherwise. They are independent of f
+            in the posterior: give a level that f could take over a `Constant` kernel, as a part of f.
+        prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
+
+    Raises:
+        TypeError: a kernel without a state-space form.
+        ValueError: inputs that are no times; `num_harmonics` below 1.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
+        >>> import numpyro_sgp as sgp
+        >>> def model(t, y=None):
+        ...     kernel = sgp.kernels.Matern32(0.2) + sgp.kernels.Constant(1.0)
+        ...     f = numpyro.sample("f", sgp.GaussianProcess(kernel, t))
+        ...     numpyro.sample("y", dist.Poisson(jnp.exp(f)).to_event(1), obs=y)
+        >>> t, y = jnp.linspace(0.0, 1.0, 1000)[:, None], jnp.ones(1000)
+        >>> guide = sgp.AutoMarkovGP(model)
+        >>> svi = numpyro.infer.SVI(model, guide, sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
+        >>> result = svi.run(jax.random.key(0), 5, t, y, progress_bar=False)
+        >>> later = guide.posterior(jax.random.key(1), result.params, t + 1.0)["f"]  # a forecast
+        >>> later.mean.shape, later.variance.shape
+        ((1000,), (1000,))
+
+    References:
+        Chang, Wilkinson, Khan and Solin (2020), "Fast variational learning in state-space Gaussian process models".
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        num_harmonics: int = 8,
+        parallel: bool | None = None,
+        base: Any = AutoNormal,
+        prefix: str = "auto",
+    ) -> None:
+        if num_harmonics < 1:
+            msg = f"`num_harmonics` must be at least 1, got {num_harmonics}. The default is 8."
+            raise ValueError(msg)
+        self._markov = Markov(num_harmonics, parallel)
+        super().__init__(model, base=base, prefix=prefix, joint=False)
+
+    def family(self, site: str) -> AbstractPosteriorFamily:
+        del site
+        return self._markov
