@@ -186,6 +186,9 @@ def test_budgets_are_parsed_and_limit_the_number_of_inducing_inputs():
     assert Budget().most_inducing() == 512
     assert Budget(memory=3e7).most_inducing() < 512
     assert Budget(seconds=1e-3).most_inducing() == 48
+    assert Budget().most_whole() == 2000
+    assert Budget(memory=2e8).most_whole() == 800  # 36 arrays of (800, 800) numbers
+    assert Budget(memory=3e7).most_whole() == Budget(seconds=1e-3).most_whole() == 0
     for wrong in ("soon", "3 days", -1.0, "0 s"):
         with pytest.raises(ValueError, match="`budget` must be a time"):
             parsed_budget(wrong)
@@ -301,7 +304,7 @@ def test_factors_of_a_process_and_limited_latents_are_not_joint_and_what_is_adde
         with numpyro.plate("data", X.shape[0]):
             numpyro.sample("y", dist.Normal(weight * f + slope * X[:, 0], noise), obs=y)
 
-    task = Task(model, (X, Y), N, sgp.QuadratureELBO(), AutoNormal, "auto", None, None, 10, False, np.inf)
+    task = Task(model, (X, Y), N, sgp.QuadratureELBO(), AutoNormal, "auto", None, None, 10, False, 0, np.inf)
     assert set(effects(task, np.arange(N), KEY)) == {"f", "slope"}
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import numpyro_sgp as sgp
 from numpyro_sgp.kernels import Constant, Cosine, Linear, Matern12, Matern32, Matern52, Periodic
-from numpyro_sgp.posteriors.markov.formulas import smoothed
+from numpyro_sgp.posteriors.markov.formulas import smoothed, smoothing_draws
 from numpyro_sgp.posteriors.markov.state_space import state_space_of
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
@@ -162,6 +162,29 @@ def test_hyperparameters_of_each_part_of_a_kernel_have_the_gradient_of_the_dense
         assert_allclose(jax.grad(by_smoothing)(w, parallel), expected, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("kernel", [Matern12, Matern32, Matern52])
+def test_gradients_hold_where_one_form_of_the_noise_follows_the_other_and_where_times_are_equal(kernel):
+    # The forms of the noise meet where Δ √(2ν) / ℓ is one.
+    lengthscale, linear, precision = float(np.sqrt(kernel.degrees)), RNG.normal(size=6), np.full(6, 2.0)
+
+    def log_normaliser(lengthscale, times):
+        space = state_space_of(kernel(lengthscale), jnp.float64, 1)
+        q = smoothed(space, jnp.diff(times, prepend=times[:1]), jnp.asarray(linear), jnp.asarray(precision))
+        return q.log_normaliser
+
+    def exact(lengthscale, times):
+        K = kernel(lengthscale)(times[:, None], times[:, None])
+        S = jnp.linalg.solve(jnp.eye(6) + precision * K, K)
+        return 0.5 * linear @ S @ linear - 0.5 * jnp.linalg.slogdet(jnp.eye(6) + precision * K)[1]
+
+    regular = jnp.arange(6.0)
+    assert_allclose(jax.grad(log_normaliser)(lengthscale, regular), jax.grad(exact)(lengthscale, regular), rtol=1e-9)
+    # From above, since the times stay in order there.
+    repeated, later = jnp.asarray([0.0, 1.0, 1.0, 2.0, 3.0, 4.0]), jnp.asarray([0.0, 0.0, 1e-6, 0.0, 0.0, 0.0])
+    slope = (exact(lengthscale, repeated + later) - exact(lengthscale, repeated)) / 1e-6
+    assert_allclose(jax.grad(log_normaliser, 1)(lengthscale, repeated)[2], slope, atol=1e-4)
+
+
 def test_several_functions_with_hyperparameters_of_their_own():
     def several(t, y=None):
         kernel = Matern32(jnp.asarray([[0.5], [2.0]]), jnp.asarray([1.0, 0.3]))
@@ -205,6 +228,38 @@ def test_draws_have_the_posterior_covariance():
     many = guide.sample_posterior(jax.random.key(3), params, TIMES, sample_shape=(3,))
     assert many["f"].shape == (3, N)
     assert np.all(np.isfinite(many["f"]))
+
+
+def test_draws_of_products_and_of_several_functions():
+    kernel = Matern52(jnp.asarray([[0.5], [2.0]])) * Cosine(3.0) + Constant(0.5)
+
+    def several(t, y=None):
+        with numpyro.plate("output", 2):
+            f = numpyro.sample("f", sgp.GaussianProcess(kernel, t))
+        numpyro.sample("y", dist.Normal(f, 0.5).to_event(2), obs=y)
+
+    guide = sgp.AutoMarkovGP(several)
+    params = trained(guide, several, TIMES, RNG.normal(size=(2, N)), num_steps=1, step_size=1.0).params
+    q = guide.posterior(jax.random.key(1), params, np.asarray([[2.0], [0.1], [12.0]]))["f"]
+    draws, scale = np.asarray(q.sample(jax.random.key(2), (20_000,))), np.sqrt(np.asarray(q.variance))
+    for n in range(2):
+        outer = np.outer(scale[n], scale[n])
+        assert_allclose(draws[:, n].mean(axis=0) / scale[n], q.mean[n] / scale[n], atol=0.04)
+        assert_allclose(np.cov(draws[:, n].T) / outer, q.covariance()[n] / outer, atol=0.04)
+
+
+def test_draws_where_a_site_has_a_negative_precision_are_nan():
+    space, ones = state_space_of(Matern32(1.0), jnp.float64, 1), jnp.ones(3)
+    noise = jnp.ones(2), jnp.ones((3, space.noise_root(ones).shape[-1])), ones
+    assert np.all(np.isfinite(smoothing_draws(space, ones, ones, ones, noise)))
+    assert np.any(np.isnan(smoothing_draws(space, ones, ones, jnp.asarray([1.0, -0.1, 1.0]), noise)))
+
+
+def test_new_times_may_have_another_dtype():
+    guide = sgp.AutoMarkovGP(model, base=AutoDelta)
+    params = trained(guide, model, TIMES, COUNTS).params
+    ours, same = (guide.posterior(jax.random.key(1), params, TIMES.astype(d))["f"] for d in (np.float32, np.float64))
+    assert_allclose(ours.mean, same.mean, atol=1e-4)
 
 
 def test_new_outcomes_are_taken_in_as_if_they_had_been_there():
@@ -319,15 +374,26 @@ def test_what_has_no_state_space_form_is_refused(kernel, X, error, message):
         svi.init(jax.random.key(0), X, COUNTS)
 
 
+def test_associative_scans_need_float64():
+    guide = sgp.AutoMarkovGP(model, parallel=True)
+    svi = SVI(model, guide, sgp.NaturalGradient(0.5, optax.adam(0.01)), sgp.QuadratureELBO())
+    times, counts = (jnp.asarray(each, jnp.float32) for each in (TIMES, COUNTS))
+    with pytest.raises(ValueError, match="needs float64"):
+        jax.jit(svi.update)(svi.init(jax.random.key(0), times, counts), times, counts)
+
+
 def test_too_few_waves_are_refused():
     with pytest.raises(ValueError, match="at least 1"):
         sgp.AutoMarkovGP(model, num_harmonics=0)
 
 
 def test_waves_of_a_periodic_kernel_share_its_variance():
-    for num in (1, 3):
+    lags = np.linspace(0.0, 2.0, 9)
+    for num, error in ((1, 2.0), (3, 0.5), (12, 1e-6)):
         space = state_space_of(Periodic(0.5, 2.0, 3.0), jnp.float64, num)
-        assert_allclose(space.h @ space.covariance @ space.h, 3.0, rtol=1e-12)
+        found = space.h @ np.asarray(space.transition(lags) @ space.covariance) @ space.h
+        assert_allclose(found[0], 3.0, rtol=1e-12)
+        assert_allclose(found, covariance(Periodic(0.5, 2.0, 3.0), lags, [0.0])[:, 0], atol=error)
 
 
 def test_a_cosine_is_a_wave():

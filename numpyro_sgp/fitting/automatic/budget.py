@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["BATCH", "MOST_INDUCING", "Budget", "parsed_budget"]
+__all__ = ["BATCH", "Budget", "parsed_budget"]
 
 # Rows of a batch.
 BATCH = 1000
@@ -17,7 +17,8 @@ _SECONDS = {"s": 1.0, "second": 1.0, "min": 60.0, "minute": 60.0, "h": 3600.0, "
 _BYTES = {"MB": 1e6, "GB": 1e9}
 # More inducing inputs make a step slow, and rarely a fit much better.
 _NUMBERS = (48, 64, 96, 128, 192, 256, 384, 512)
-MOST_INDUCING = _NUMBERS[-1]
+# So few rows are all inducing inputs once, to see what needs more of them than a search with fewer would ask for.
+_MOST_WHOLE = 2000
 # Steps that there should be time for.
 _STEPS = 1000
 
@@ -39,6 +40,11 @@ class Budget(NamedTuple):
             rate = _operations_a_second()
             numbers = [M for M in numbers if _STEPS * (6 * M**2 * BATCH + 6 * M**3) / rate < 0.5 * self.seconds]
         return max(numbers, default=_NUMBERS[0])
+
+    def most_whole(self) -> int:
+        """Up to how many rows may all be inducing inputs; none where there is no time for the usual number of these."""
+        numbers = range(_MOST_WHOLE, 0, -_MOST_WHOLE // 20) if self.most_inducing() == _NUMBERS[-1] else ()
+        return next((N for N in numbers if self.allows(N, N)), 0)
 
 
 def parsed_budget(budget: str | float | Sequence[str | float] | None) -> Budget:

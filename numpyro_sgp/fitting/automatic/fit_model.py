@@ -71,6 +71,7 @@ def fit_model(
         learn_inducing=learn_inducing,
         most_inducing=num_inducing or allowed.most_inducing(),
         number_given=num_inducing is not None,
+        most_whole=allowed.most_whole() if num_inducing is None else 0,
         deadline=started + allowed.seconds,
     )
     key_search, key_train = jax.random.split(jax.random.fold_in(rng_key, 1))

@@ -20,7 +20,6 @@ from numpyro_sgp._internal.signatures import with_num_data
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.traces import scaled_log_prob
 from numpyro_sgp.distributions.wrappers import is_real, unwrap
-from numpyro_sgp.fitting.automatic.budget import MOST_INDUCING
 from numpyro_sgp.fitting.automatic.placing import place, placed, precision_of_rows, unexplained
 from numpyro_sgp.fitting.automatic.profile import Profile
 from numpyro_sgp.fitting.program import Arguments
@@ -45,8 +44,6 @@ _FIRST, _FEW = 100, 300
 # leave a third of what they may, and only where they are many more.
 _SPARE, _MORE = 3.0, 1.3
 _STARTS = 3
-# So few rows are all inducing inputs once, to see what needs more of them than a search with fewer would ask for.
-_MOST_WHOLE = 2000
 _MOST_CHOICES = 4
 # L-BFGS is asked after so many iterations whether they were worth it: with inducing inputs to train it hardly ends.
 _ITERATIONS, _MOST_ROUNDS = 100, 5
@@ -71,6 +68,7 @@ class Task:
         learn_inducing: whether to train them, or None.
         most_inducing: M, or its upper limit.
         number_given: whether M is what the user asked for.
+        most_whole: up to how many rows may all be inducing inputs.
         deadline: when to end, by `time.perf_counter`.
     """
 
@@ -84,6 +82,7 @@ class Task:
     learn_inducing: bool | None
     most_inducing: int
     number_given: bool
+    most_whole: int
     deadline: float
 
     def args(self, index: np.ndarray) -> tuple:
@@ -270,7 +269,7 @@ class Search:
                 self._minimise()
                 if before - self.value < NEGLIGIBLE * self.rows:
                     break
-            if self.num_inducing < self.rows == self.task.rows <= _MOST_WHOLE and self._may_take_all:
+            if self._may_take_all:
                 self._search_with_all_rows(start)
         if self.learns and not self.task.is_over:
             self._begin(self.guide.with_inducing(self.inducing, learn_inducing=True), self.hyperparameters)
@@ -278,9 +277,9 @@ class Search:
 
     @property
     def _may_take_all(self) -> bool:
-        """Whether the best sites take one step, and neither user nor budget limits the number of inducing inputs."""
-        task = self.task
-        return bool(self.profile.exact) and not task.number_given and task.most_inducing >= MOST_INDUCING
+        """Whether the best sites take one step, and all rows are few enough to be inducing inputs."""
+        few = self.num_inducing < self.rows == self.task.rows <= self.task.most_whole
+        return few and bool(self.profile.exact)
 
     def _search_with_all_rows(self, start: dict[str, Any]) -> None:
         """Begin anew with every row as an inducing input, and keep that if it is better by more than nothing.

@@ -81,7 +81,8 @@ class MarkovCovariance(AbstractCovariance):
 
         covariance = jnp.moveaxis(jax.lax.map(column, path.rows), 0, -1)
         # What was added to the prior variances.
-        own = path.model.h @ path.model.covariance @ path.model.h
+        h = jnp.asarray(path.model.h, zeros.dtype)
+        own = jnp.sum(h[:, None] * path.model.covariance * h, axis=(-2, -1))
         extra = jnp.diagonal(Kff, axis1=-2, axis2=-1) - own[..., None]
         return covariance + extra[..., None] * jnp.eye(Kff.shape[-1], dtype=Kff.dtype)
 
@@ -119,7 +120,8 @@ class Markov(AbstractPosteriorFamily):
 
     Args:
         num_harmonics: how many waves stand for a `Periodic` kernel, beside its mean.
-        parallel: whether scans over time are associative, for accelerators; None for where the default device is one.
+        parallel: whether scans over time are associative, for accelerators; None for where the default backend is one,
+            in float64.
     """
 
     num_harmonics: int = 8
@@ -133,9 +135,10 @@ class Markov(AbstractPosteriorFamily):
         del param, prior, batch_shape
 
     def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
-        model = self._model(prior)
+        _check_times(prior)
         value = param("sites", lambda _: DatumSites.zeros(batch_shape, prior.X))
         if is_initial(param, "sites"):
+            state_space_of(prior.kernel, prior.X.dtype, self.num_harmonics)  # raises for other kernels
             return at_prior(prior.kernel, prior.X)
         sites = value_of(value)
         if isinstance(value, Perturbed):
@@ -145,7 +148,7 @@ class Markov(AbstractPosteriorFamily):
                     f"a training step came with X of shape {prior.X.shape}. Give all times at every step."
                 )
                 raise ValueError(msg)
-            path = self._path(model, sites.fixed_X[:, 0], sites.lambda1, sites.Lambda2, 0)
+            path = self._path(prior, sites.fixed_X[:, 0], sites.lambda1, sites.Lambda2, 0)
             q = path.moments()
             # Other times, or another order of them, have no site here: the step is refused.
             same = same_rows(sites.X, prior.X)
@@ -154,18 +157,23 @@ class Markov(AbstractPosteriorFamily):
         times = jnp.concatenate([sites.fixed_X[:, 0], prior.X[:, 0]])
         without = jnp.zeros((*sites.lambda1.shape[:-1], len(prior.X)), sites.lambda1.dtype)
         lambda1, precision = (jnp.concatenate([each, without], axis=-1) for each in (sites.lambda1, sites.Lambda2))
-        return self._path(model, times, lambda1, precision, len(sites.X)).moments()
+        return self._path(prior, times, lambda1, precision, len(sites.X)).moments()
 
     def updated(self, fitted: FittedParameters, q: SparsePosterior, linear: Array, precision: Array) -> dict[str, Any]:
         return {"sites": fitted("sites").extended(linear, precision, q.prior.X)}
 
-    def _path(self, model: AbstractStateSpace, times: Array, lambda1: Array, precision: Array, first: int) -> _Path:
-        parallel = jax.default_backend() != "cpu" if self.parallel is None else self.parallel
+    def _path(self, prior: GaussianProcess, times: Array, lambda1: Array, precision: Array, first: int) -> _Path:
+        dtype = jnp.result_type(times, lambda1)  # new times may have another one than those of the sites
+        model = state_space_of(prior.kernel, dtype, self.num_harmonics)
+        parallel = self.parallel
+        if parallel is None:
+            parallel = jax.default_backend() != "cpu" and dtype == jnp.float64
+        times, lambda1, precision = (each.astype(dtype) for each in (times, lambda1, precision))
         return _Path.of(model, times, lambda1, precision, first, parallel)
 
-    def _model(self, prior: GaussianProcess) -> AbstractStateSpace:
-        if isinstance(prior.X, AbstractFunctional) or prior.X.ndim != 2 or prior.X.shape[-1] != 1:
-            got = type(prior.X).__name__ if isinstance(prior.X, AbstractFunctional) else f"shape {prior.X.shape}"
-            msg = f"`AutoMarkovGP` needs `X` to be times, (N, 1), got {got}. `AutoTSVGP` takes any inputs."
-            raise ValueError(msg)
-        return state_space_of(prior.kernel, prior.X.dtype, self.num_harmonics)
+
+def _check_times(prior: GaussianProcess) -> None:
+    if isinstance(prior.X, AbstractFunctional) or prior.X.ndim != 2 or prior.X.shape[-1] != 1:
+        got = type(prior.X).__name__ if isinstance(prior.X, AbstractFunctional) else f"shape {prior.X.shape}"
+        msg = f"`AutoMarkovGP` needs `X` to be times, (N, 1), got {got}. `AutoTSVGP` takes any inputs."
+        raise ValueError(msg)

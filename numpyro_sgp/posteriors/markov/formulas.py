@@ -94,7 +94,7 @@ def _update(m: Array, P: Array, A: Array, lambda1: Array, w: Array, h: Array) ->
     e, W = (lambda1 - w * mu) / D, w / D
     log_z = 0.5 * (lambda1 * lambda1 * s + 2.0 * lambda1 * mu - w * mu * mu) / D - 0.5 * jnp.log1p(w * s)
     m = m + phi * e[..., None]
-    # C P Cᵀ + φφᵀ w/D², which rounding leaves positive semi-definite.
+    # C P Cᵀ + φφᵀ w/D²: after a precise outcome rounding is small beside what is left of P.
     half = P - (phi * W[..., None])[..., :, None] * phi[..., None, :]  # C P
     column = jnp.sum(half * h, axis=-1)
     outer = phi[..., :, None] * phi[..., None, :] * (W / D)[..., None, None]
@@ -164,6 +164,9 @@ def smoothed(
         lambda1: λ₁, (..., N).
         precision: w ≥ 0, (..., N).
         parallel: as associative scans, for an accelerator: more operations in log N rounds, all states in memory.
+
+    Raises:
+        ValueError: `parallel` in float32, where the scans lose all digits once sites are precise.
     """
     h = jnp.asarray(model.h, lambda1.dtype)
     P = model.covariance
@@ -172,6 +175,12 @@ def smoothed(
     P = jnp.broadcast_to(P, (*batch, *P.shape[-2:]))
     interval = interval.at[0].set(0.0)
     if parallel:
+        if lambda1.dtype != jnp.float64:
+            msg = (
+                f"`parallel=True` needs float64, got {lambda1.dtype}: associative scans lose the digits of precise "
+                "outcomes. Call `numpyro.enable_x64()`, or leave `parallel` out."
+            )
+            raise ValueError(msg)
         return _smoothed_in_parallel(model, h, P, interval, lambda1, w)
     blocks = _chunks(interval, lambda1, w)
 
@@ -278,7 +287,7 @@ def smoothing_draws(
         model: the process.
         interval: from the time before, (N,).
         lambda1: λ₁, (..., N).
-        precision: w, (..., N).
+        precision: w, (..., N); the draws are NaN where one is negative.
         noise: standard normal numbers for the first state, (..., d), its steps, (..., N, k), and the sites, (..., N).
     """
     of_first, of_steps, of_sites = noise
@@ -297,5 +306,5 @@ def smoothing_draws(
         step, matvec(jnp.broadcast_to(model.root, (*batch, *model.root.shape[-2:])), of_first), (A, pushes)
     )
     prior = jnp.moveaxis(jnp.sum(states * jnp.asarray(model.h, states.dtype), axis=-1), 0, -1)
-    residual = lambda1 - precision * prior - jnp.sqrt(jnp.maximum(precision, 0.0)) * of_sites
+    residual = lambda1 - precision * prior - jnp.sqrt(precision) * of_sites
     return prior + smoothed(model, interval, residual, precision).mean

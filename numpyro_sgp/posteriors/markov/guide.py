@@ -15,9 +15,10 @@ __all__ = ["AutoMarkovGP"]
 class AutoMarkovGP(AbstractAutoSparseGP):
     """Exact smoothing of every GP site of a model over time, in O(N), to be trained with `NaturalGradient`.
 
-    The posterior is that of `AutoTSVGP(model, None)`, q(f) ∝ p(f) Π_n t_n(f_n) with a Gaussian site t_n for each row,
-    at a cost that grows with N d³ for a kernel with d states. Matérn kernels have one, two or three states, `Cosine`
-    has two, `Constant` one, `Periodic` one and two for each wave; those of sums add up, and those of products multiply.
+    The posterior is that of `AutoTSVGP(model, None)`, q(f) ∝ p(f) Π_n t_n(f_n) with a Gaussian site t_n for each row.
+    A step costs N d³ operations for a kernel with d states. Matérn kernels have one, two or three states, `Cosine` has
+    two, `Constant` one, and `Periodic`, the only one that is approximated, one and two for each wave. Those of sums add
+    up, and those of products multiply.
 
     Inputs are times in any order, (N, 1); the same time may come more than once. A row that is masked, or a time at
     which predictions are wanted, costs as much as any other. Give all rows at every step.
@@ -25,8 +26,8 @@ class AutoMarkovGP(AbstractAutoSparseGP):
     Args:
         model: a NumPyro model with `GaussianProcess` sites of one input.
         num_harmonics: how many waves stand for a `Periodic` kernel; more for one whose `lengthscale` is below 0.5.
-        parallel: run over time by associative scans, in log N rounds, with all states in memory; None for where the
-            default device is an accelerator.
+        parallel: run over time by associative scans, in log N rounds, with all states in memory. They need float64.
+            None takes them where the default backend is an accelerator and the inputs are float64.
         base: guide for the other latents: an autoguide class, or a guide. A class starts a latent at what was observed
             of it, if it is the location of an outcome, and near its prior median otherwise. They are independent of f
             in the posterior: give a level that f could take over a `Constant` kernel, as a part of f.

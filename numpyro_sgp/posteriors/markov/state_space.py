@@ -102,24 +102,27 @@ class Matern(AbstractStateSpace):
 
     def noise(self, interval: Array) -> Array:
         t = self.rate[..., None] * interval
-        root = self._root_of_short(jnp.minimum(t, 1.0))
-        short = matmul(root, jnp.swapaxes(root, -1, -2))
-        return jnp.where((t <= 1.0)[..., None, None], short, self._of_long(jnp.maximum(t, 1.0)))
+        is_short = t <= 1.0
+        columns, weights = self._driven(jnp.where(is_short, t, 1.0))
+        short = matmul(columns * weights[..., None, :], jnp.swapaxes(columns, -1, -2))
+        return jnp.where(is_short[..., None, None], short, self._of_long(jnp.where(is_short, 1.0, t)))
 
     def noise_root(self, interval: Array) -> Array:
         t = self.rate[..., None] * interval
-        short, long = self._root_of_short(jnp.minimum(t, 1.0)), jnp.linalg.cholesky(self._of_long(jnp.maximum(t, 1.0)))
-        padding = [(0, 0)] * (long.ndim - 1) + [(0, short.shape[-1] - long.shape[-1])]
-        return jnp.where((t <= 1.0)[..., None, None], short, jnp.pad(long, padding))
-
-    def _root_of_short(self, t: Array) -> Array:
-        """Q = ∫₀ᵗ a(s) a(s)ᵀ q ds with a(s) the last column of A(s), by quadrature: positive semi-definite as it is."""
-        nodes, weights = (jnp.asarray(each, t.dtype) for each in _gauss_legendre())
-        columns = _matern_transition(t[..., None] * nodes, self.degrees)[..., -1]  # (..., N, nodes, d)
-        intensity = _MATERN_INTENSITY[self.degrees] * self.variance[..., None, None] * t[..., None] * weights
+        is_short = t <= 1.0
+        columns, weights = self._driven(jnp.where(is_short, t, 1.0))
         # √ has no derivative at Δ = 0, where the noise is zero.
-        scale = jnp.where(intensity > 0.0, jnp.sqrt(jnp.where(intensity > 0.0, intensity, 1.0)), 0.0)
-        return jnp.swapaxes(columns * scale[..., None], -1, -2)
+        scale = jnp.where(weights > 0.0, jnp.sqrt(jnp.where(weights > 0.0, weights, 1.0)), 0.0)
+        short, long = columns * scale[..., None, :], jnp.linalg.cholesky(self._of_long(jnp.where(is_short, 1.0, t)))
+        padding = [(0, 0)] * (long.ndim - 1) + [(0, short.shape[-1] - long.shape[-1])]
+        return jnp.where(is_short[..., None, None], short, jnp.pad(long, padding))
+
+    def _driven(self, t: Array) -> tuple[Array, Array]:
+        """Q = ∫₀ᵗ a(s) a(s)ᵀ q ds, a(s) the last column of A(s), by quadrature: a, (..., N, d, nodes), and weights."""
+        nodes, weights = (jnp.asarray(each, t.dtype) for each in _gauss_legendre())
+        columns = jnp.swapaxes(_matern_transition(t[..., None] * nodes, self.degrees)[..., -1], -1, -2)
+        intensity = _MATERN_INTENSITY[self.degrees] * self.variance[..., None, None]
+        return columns, intensity * t[..., None] * weights
 
     def _of_long(self, t: Array) -> Array:
         A, P = _matern_transition(t, self.degrees), self.covariance[..., None, :, :]
@@ -348,9 +351,9 @@ def state_space_of(kernel: Callable, dtype: jax.typing.DTypeLike, num_harmonics:
 def _shares_of_waves(lengthscale: Array, num: int) -> Array:
     """How much of the variance of a periodic kernel is in waves 0 to `num`, (..., 1 + num), scaled to add up to one.
 
-    The Fourier series of exp((cos θ − 1)/ℓ²), from its values at equally spaced angles: exact to rounding.
+    The Fourier series of exp((cos θ − 1)/ℓ²), from its values at equally spaced angles: exact to rounding for ℓ > 0.05.
     """
-    size = max(64, 8 * (num + 1))
+    size = max(256, 8 * (num + 1))
     angles = 2.0 * math.pi * np.arange(size) / size
     waves = np.cos(np.arange(num + 1)[:, None] * angles) * np.where(np.arange(num + 1) == 0, 1.0, 2.0)[:, None] / size
     values = jnp.exp((np.cos(angles) - 1.0) / lengthscale[..., None] ** 2)
