@@ -255,9 +255,10 @@ def test_draws_where_a_site_has_a_negative_precision_are_nan():
     assert np.any(np.isnan(smoothing_draws(space, ones, ones, jnp.asarray([1.0, -0.1, 1.0]), noise)))
 
 
-def test_new_times_may_have_another_dtype():
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_new_times_may_have_another_dtype(dtype):
     guide = sgp.AutoMarkovGP(model, base=AutoDelta)
-    params = trained(guide, model, TIMES, COUNTS).params
+    params = trained(guide, model, TIMES.astype(dtype), COUNTS).params
     ours, same = (guide.posterior(jax.random.key(1), params, TIMES.astype(d))["f"] for d in (np.float32, np.float64))
     assert_allclose(ours.mean, same.mean, atol=1e-4)
 

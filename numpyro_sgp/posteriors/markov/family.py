@@ -168,7 +168,6 @@ class Markov(AbstractPosteriorFamily):
         parallel = self.parallel
         if parallel is None:
             parallel = jax.default_backend() != "cpu" and dtype == jnp.float64
-        times, lambda1, precision = (each.astype(dtype) for each in (times, lambda1, precision))
         return _Path.of(model, times, lambda1, precision, first, parallel)
 
 
