@@ -115,7 +115,15 @@ def trained(guide, model, *args, num_steps=15, step_size=0.7, **kwargs):
     return result
 
 
-@pytest.mark.parametrize("outcome", ["Poisson", "Bernoulli", "Student", "Gaussian"])
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        "Poisson",
+        "Student",
+        pytest.param("Bernoulli", marks=pytest.mark.thorough),
+        pytest.param("Gaussian", marks=pytest.mark.thorough),
+    ],
+)
 def test_training_and_predictions_are_those_of_the_dense_posterior(outcome):
     y = np.minimum(COUNTS, 1.0) if outcome == "Bernoulli" else COUNTS
     options = {"outcome": outcome, "num_steps": 15}
@@ -162,7 +170,10 @@ def test_hyperparameters_of_each_part_of_a_kernel_have_the_gradient_of_the_dense
         assert_allclose(jax.grad(by_smoothing)(w, parallel), expected, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("kernel", [Matern12, Matern32, Matern52])
+@pytest.mark.parametrize(
+    "kernel",
+    [*(pytest.param(kernel, marks=pytest.mark.thorough) for kernel in (Matern12, Matern32)), Matern52],
+)
 def test_gradients_hold_where_one_form_of_the_noise_follows_the_other_and_where_times_are_equal(kernel):
     # The forms of the noise meet where Δ √(2ν) / ℓ is one.
     lengthscale, linear, precision = float(np.sqrt(kernel.degrees)), RNG.normal(size=6), np.full(6, 2.0)
@@ -230,6 +241,7 @@ def test_draws_have_the_posterior_covariance():
     assert np.all(np.isfinite(many["f"]))
 
 
+@pytest.mark.thorough
 def test_draws_of_products_and_of_several_functions():
     kernel = Matern52(jnp.asarray([[0.5], [2.0]])) * Cosine(3.0) + Constant(0.5)
 

@@ -18,7 +18,7 @@ from scipy import stats
 
 import numpyro_sgp as sgp
 
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
 
 N = 60
 RNG = np.random.default_rng(0)
@@ -64,7 +64,7 @@ def as_an_event(measured, y):
     numpyro.sample("x_obs", dist.StudentT(20.0, x, 0.2).to_event(2), obs=measured[:, None])
 
 
-@pytest.mark.parametrize("model", [in_a_plate, as_an_event])
+@pytest.mark.parametrize("model", [in_a_plate, pytest.param(as_an_event, marks=pytest.mark.thorough)])
 def test_inputs_measured_with_error_start_there_and_are_known_better_after_training(model):
     guide = sgp.AutoTSVGP(model, Z)
     svi = SVI(model, guide, sgp.NaturalGradient(0.5, optax.adam(1e-2)), sgp.QuadratureELBO())
