@@ -330,7 +330,8 @@ def minimised(evaluate: Evaluate, start: Sites, num_steps: int) -> Minimum:
     dtype = value.dtype
     finite = jnp.isfinite(value)
     start = jax.tree.map(lambda x: jnp.where(finite, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.inexact) else x, start)
-    slack = 100.0 * jnp.finfo(dtype).eps
+    # With float64 enabled, that of a bound which is made of float32 sites is no finer than they are.
+    slack = 100.0 * max(float(jnp.finfo(x.dtype).eps) for x in (value, *(site.lambda1 for site in start.values())))
 
     def ended(sites: Sites, directions: Directions) -> Array:
         return jnp.stack([_is_small(directions[name], value) for name, value in sites.items()]).all()
