@@ -45,14 +45,8 @@ def unavoidable(kind: str, M: int, B: int) -> dict[str, Callable[[], None]]:
     import jax
     import jax.numpy as jnp
 
-    from numpyro_sgp.math.linalg import (
-        congruence_of_upper,
-        lower_product,
-        matmul,
-        root_of,
-        symmetric_product,
-        transposed,
-    )
+    from numpyro_sgp.math.linalg import root_of
+    from numpyro_sgp.math.products import congruence_of_upper, lower_product, matmul, symmetric_product, transposed
 
     def kernel(X, Z):
         squares = jnp.sum(X * X, axis=1)[:, None] + jnp.sum(Z * Z, axis=1)

@@ -11,7 +11,7 @@ import oracles
 import pytest
 
 import numpyro_sgp as sgp
-from numpyro_sgp.math import linalg
+from numpyro_sgp.math import linalg, products
 from numpyro_sgp.math.marginal_likelihood import minimax_objective
 from numpyro_sgp.posteriors.dual import formulas as dual_formulas
 from numpyro_sgp.posteriors.dual import tied
@@ -385,7 +385,7 @@ def test_minimax_gradients_of_several_latents_are_those_of_each():
 
 @pytest.mark.usefixtures("x64")
 def test_a_gradient_of_hyperparameters_of_weights_makes_one_more_matrix():
-    r = 4 * linalg._SPLIT
+    r = 4 * products._SPLIT
     shapes = [jax.ShapeDtypeStruct(shape, np.float64) for shape in ((r,), (r, r), (1, r), (r,))]
 
     def loss(*arguments):
@@ -412,43 +412,45 @@ def test_products_that_use_triangles_and_symmetry_are_the_plain_products():
     W = rng.normal(size=(SIZE, SIZE))
     W = W + W.T
     U, L_t = np.swapaxes(L, -1, -2), np.swapaxes(L, -1, -2)
-    assert SIZE > linalg._SPLIT
+    assert SIZE > products._SPLIT
     plain = L @ W @ L_t
-    assert_allclose(linalg.mirrored(linalg.half_congruence(L, W)), plain, rtol=1e-9, atol=1e-8)
-    assert_allclose(linalg.mirrored(linalg.half_congruence_of_transposed(U, W)), plain, rtol=1e-9, atol=1e-8)
-    assert_allclose(linalg.congruence_of_upper(U, W), U @ W @ L, rtol=1e-9, atol=1e-8)
-    assert_allclose(linalg.gram_of_lower(jnp.asarray(L)), L_t @ L, rtol=1e-9, atol=1e-9)
-    assert_allclose(linalg.gram_of_rows(jnp.asarray(L)), L @ L_t, rtol=1e-9, atol=1e-9)
-    assert_allclose(linalg.symmetric_product(W, W), W @ W, rtol=1e-9, atol=1e-9)
-    assert_allclose(linalg.symmetric_product(jnp.asarray(L @ W), L), plain, rtol=1e-9, atol=1e-8)
+    assert_allclose(products.mirrored(products.half_congruence(L, W)), plain, rtol=1e-9, atol=1e-8)
+    assert_allclose(products.mirrored(products.half_congruence_of_transposed(U, W)), plain, rtol=1e-9, atol=1e-8)
+    assert_allclose(products.congruence_of_upper(U, W), U @ W @ L, rtol=1e-9, atol=1e-8)
+    assert_allclose(products.gram_of_lower(jnp.asarray(L)), L_t @ L, rtol=1e-9, atol=1e-9)
+    assert_allclose(products.gram_of_rows(jnp.asarray(L)), L @ L_t, rtol=1e-9, atol=1e-9)
+    assert_allclose(products.symmetric_product(W, W), W @ W, rtol=1e-9, atol=1e-9)
+    assert_allclose(products.symmetric_product(jnp.asarray(L @ W), L), plain, rtol=1e-9, atol=1e-8)
     B = rng.normal(size=(SIZE, N))
-    assert_allclose(linalg.lower_product(L, B), L @ B, rtol=1e-9, atol=1e-9)
-    assert_allclose(linalg.upper_product(U, B), U @ B, rtol=1e-9, atol=1e-9)
-    assert_allclose(linalg.lower_product(L, B[:, :1]), L @ B[:, :1], rtol=1e-9, atol=1e-9)
-    assert_allclose(linalg.half_product(L, W) + np.triu(L @ W, 1), L @ W - halved_diagonal(L @ W), rtol=1e-9, atol=1e-9)
-    assert_allclose(linalg.product_of_lower(L, L[::-1]), L @ L[::-1], rtol=1e-9, atol=1e-9)
-    assert_allclose(linalg.product_with_lower(B.T, L), B.T @ L, rtol=1e-9, atol=1e-9)
-    assert_allclose(linalg.lower_part_of_upper_product(U, W), np.tril(U @ W), rtol=1e-9, atol=1e-9)
+    assert_allclose(products.lower_product(L, B), L @ B, rtol=1e-9, atol=1e-9)
+    assert_allclose(products.upper_product(U, B), U @ B, rtol=1e-9, atol=1e-9)
+    assert_allclose(products.lower_product(L, B[:, :1]), L @ B[:, :1], rtol=1e-9, atol=1e-9)
+    assert_allclose(
+        products.half_product(L, W) + np.triu(L @ W, 1), L @ W - halved_diagonal(L @ W), rtol=1e-9, atol=1e-9
+    )
+    assert_allclose(products.product_of_lower(L, L[::-1]), L @ L[::-1], rtol=1e-9, atol=1e-9)
+    assert_allclose(products.product_with_lower(B.T, L), B.T @ L, rtol=1e-9, atol=1e-9)
+    assert_allclose(products.lower_part_of_upper_product(U, W), np.tril(U @ W), rtol=1e-9, atol=1e-9)
 
 
 def test_a_large_matrix_and_its_transpose_are_added_in_blocks():
-    F = np.random.default_rng(6).normal(size=(2, 2 * linalg._TRANSPOSED + 70, 2 * linalg._TRANSPOSED + 70))
-    assert_array_equal(jax.jit(linalg.mirrored)(F), F.astype(np.float32) + np.swapaxes(F.astype(np.float32), -1, -2))
+    F = np.random.default_rng(6).normal(size=(2, 2 * products._TRANSPOSED + 70, 2 * products._TRANSPOSED + 70))
+    assert_array_equal(jax.jit(products.mirrored)(F), F.astype(np.float32) + np.swapaxes(F.astype(np.float32), -1, -2))
 
 
-@pytest.mark.parametrize("product", [linalg.lower_product, linalg.upper_product, linalg.symmetric_product])
+@pytest.mark.parametrize("product", [products.lower_product, products.upper_product, products.symmetric_product])
 def test_a_product_with_known_zeros_or_symmetry_does_three_quarters_of_the_work(product):
-    M = 2 * linalg._SPLIT
+    M = 2 * products._SPLIT
     compiled = jax.jit(product).lower(*2 * [jax.ShapeDtypeStruct((M, M), np.float32)]).compile()
     assert compiled.cost_analysis()["flops"] < 0.76 * 2 * M**3
 
 
-@pytest.mark.parametrize("transform", [linalg.by_rows, linalg.transposed, linalg.mirrored])
+@pytest.mark.parametrize("transform", [products.by_rows, products.transposed, products.mirrored])
 def test_layouts_that_are_asked_for_are_not_those_of_results(transform):
     plain = {
-        linalg.by_rows: lambda x: x,
-        linalg.transposed: lambda x: np.swapaxes(x, -1, -2),
-        linalg.mirrored: lambda x: x + np.swapaxes(x, -1, -2),
+        products.by_rows: lambda x: x,
+        products.transposed: lambda x: np.swapaxes(x, -1, -2),
+        products.mirrored: lambda x: x + np.swapaxes(x, -1, -2),
     }[transform]
     X = np.arange(175.0, dtype=np.float32).reshape(7, 5, 5)
     for axis in range(3):
@@ -476,7 +478,7 @@ def test_a_root_whitens_by_products_in_float64_as_by_solves_in_float32():
     def everything(K, b, w):
         root = linalg.root_of(K)
         assert (root.inverse is None) == (K.dtype == np.float32)
-        half = linalg.mirrored(root.whiten_half(w))
+        half = products.mirrored(root.whiten_half(w))
         transpose = jax.linear_transpose(root.whiten_tangent, b)
         vectors = root.whiten(b), root.whiten_tangent(b), root.unwhiten(b), *transpose(b)
         return *vectors, root.whiten_both(w), half, root.unwhiten_both(w)

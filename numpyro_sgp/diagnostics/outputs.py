@@ -24,7 +24,8 @@ from numpyro_sgp.distributions.traces import posteriors_of
 from numpyro_sgp.distributions.wrappers import log_prob_of, observed_mask, unwrap
 from numpyro_sgp.guides.handlers import KeysBySite
 from numpyro_sgp.kernels.functional import same_rows
-from numpyro_sgp.math.linalg import cholesky, matvec
+from numpyro_sgp.math.linalg import cholesky
+from numpyro_sgp.math.products import matvec
 from numpyro_sgp.posteriors.natural_parameters import DatumSites
 from numpyro_sgp.posteriors.process import UnknownFamilyError, process_of
 

@@ -17,7 +17,8 @@ from numpyro_sgp._internal.pytrees import PytreeFunction
 from numpyro_sgp.kernels import Kernel
 from numpyro_sgp.kernels.algebra import Foreign
 from numpyro_sgp.kernels.functional import AbstractFunctional
-from numpyro_sgp.math.linalg import cholesky, default_jitter, log_determinant, matvec, solve_lower
+from numpyro_sgp.math.linalg import cholesky, default_jitter, log_determinant, solve_lower
+from numpyro_sgp.math.products import matvec
 
 __all__ = ["GaussianProcess", "as_rows", "check_rows"]
 

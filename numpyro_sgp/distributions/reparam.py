@@ -13,7 +13,7 @@ from numpyro.infer.reparam import Reparam
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.wrappers import unwrap
 from numpyro_sgp.inducing import AbstractInducing, as_inducing, check_width
-from numpyro_sgp.math.linalg import matvec_transposed
+from numpyro_sgp.math.products import matvec_transposed
 from numpyro_sgp.posteriors.moments import project
 
 __all__ = ["InducingReparam"]

@@ -15,7 +15,8 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro_sgp._internal.curvature import is_quadratic
 from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
-from numpyro_sgp.math.linalg import cholesky, matvec
+from numpyro_sgp.math.linalg import cholesky
+from numpyro_sgp.math.products import matvec
 from numpyro_sgp.math.quadrature import gauss_hermite
 from numpyro_sgp.posteriors.moments import AbstractCovariance, Moments, standard_deviation
 

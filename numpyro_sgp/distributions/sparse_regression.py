@@ -21,15 +21,13 @@ from numpyro_sgp.kernels.functional import AbstractFunctional
 from numpyro_sgp.math.linalg import (
     cholesky,
     log_determinant,
-    matmul,
-    matvec,
-    matvec_transposed,
     solve_lower,
     solve_lower_transposed,
     triangular_inverse,
     with_jitter,
 )
 from numpyro_sgp.math.marginal_likelihood import BOUNDS, collapsed, collapsed_bound, evidence_upper_bound
+from numpyro_sgp.math.products import matmul, matvec, matvec_transposed
 from numpyro_sgp.posteriors.moments import moments
 from numpyro_sgp.posteriors.natural_parameters import AbstractSites
 

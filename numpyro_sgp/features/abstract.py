@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from numpyro_sgp.features.finite_rank import whitened_features
 from numpyro_sgp.kernels import Kernel
-from numpyro_sgp.math.linalg import matmul
+from numpyro_sgp.math.products import matmul
 
 __all__ = ["AbstractFiniteRank", "at"]
 

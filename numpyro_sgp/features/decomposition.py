@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from numpyro_sgp.features.finite_rank import FiniteRank, whitened_features
 from numpyro_sgp.kernels import Constant, Linear, Periodic, Polynomial, Product, Select, Stationary, Sum, Warp
-from numpyro_sgp.math.linalg import matmul
+from numpyro_sgp.math.products import matmul
 
 __all__ = ["Factor", "frequencies", "phases", "scale_of", "split", "term_features", "terms", "width_of"]
 

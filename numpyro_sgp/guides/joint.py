@@ -27,7 +27,8 @@ from numpyro_sgp.distributions.wrappers import unwrap
 from numpyro_sgp.guides.members import Group
 from numpyro_sgp.guides.model_runs import again, log_densities, summed, transforms_of
 from numpyro_sgp.guides.parameters import SiteParameters
-from numpyro_sgp.math.linalg import cholesky, matmul, matvec, matvec_transposed, with_jitter
+from numpyro_sgp.math.linalg import cholesky, with_jitter
+from numpyro_sgp.math.products import matmul, matvec, matvec_transposed
 from numpyro_sgp.posteriors.dual.tied import shared_covariance
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, inducing_param, refuse_growing
 from numpyro_sgp.posteriors.gaussian import InducingGaussian

@@ -19,7 +19,7 @@ from numpyro_sgp._internal.checks import positive
 from numpyro_sgp._internal.probed import Probed
 from numpyro_sgp.inducing.points import AbstractInducing
 from numpyro_sgp.inducing.rows import find_rows
-from numpyro_sgp.math.linalg import matvec_transposed
+from numpyro_sgp.math.products import matvec_transposed
 
 __all__ = ["Candidates", "GrowingInducing", "ProbedInducing", "added", "growing", "report_candidates"]
 

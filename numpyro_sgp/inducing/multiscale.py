@@ -14,7 +14,7 @@ from numpyro_sgp.inducing.points import AbstractInducing, BoundedInducingPoints,
 from numpyro_sgp.kernels import SquaredExponential
 from numpyro_sgp.kernels.arrays import expand
 from numpyro_sgp.kernels.functional import AbstractFunctional
-from numpyro_sgp.math.linalg import matmul
+from numpyro_sgp.math.products import matmul
 
 __all__ = ["MultiscaleInducing"]
 

@@ -23,7 +23,8 @@ from numpyro_sgp._internal.checks import positive
 from numpyro_sgp._internal.pytrees import PytreeFunction
 from numpyro_sgp.inducing.points import AbstractInducing, as_inducing
 from numpyro_sgp.kernels.functional import AbstractFunctional, nodes_of
-from numpyro_sgp.math.linalg import cholesky, default_jitter, matmul, solve_lower
+from numpyro_sgp.math.linalg import cholesky, default_jitter, solve_lower
+from numpyro_sgp.math.products import matmul
 
 __all__ = [
     "Suggestion",

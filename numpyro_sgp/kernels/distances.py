@@ -6,7 +6,7 @@ import jax
 from jax import Array, lax
 import jax.numpy as jnp
 
-from numpyro_sgp.math.linalg import matmul
+from numpyro_sgp.math.products import matmul
 
 __all__ = ["equal_rows", "exponential", "exponential_linear", "exponential_quadratic", "squared_distance"]
 

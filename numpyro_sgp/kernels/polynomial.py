@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from numpyro_sgp.kernels.algebra import Kernel
 from numpyro_sgp.kernels.arrays import add, check_columns, expand, multiply
-from numpyro_sgp.math.linalg import matmul
+from numpyro_sgp.math.products import matmul
 
 __all__ = ["Linear", "Polynomial"]
 

@@ -19,9 +19,14 @@ from jax.typing import ArrayLike
 from numpyro_sgp.math.linalg import (
     cholesky,
     diagonal,
+    log_determinant,
+    solve_lower,
+    solve_lower_transposed,
+    triangular_inverse,
+)
+from numpyro_sgp.math.products import (
     gram_of_rows,
     half_product,
-    log_determinant,
     lower_part_of_upper_product,
     lower_product,
     matmul,
@@ -30,10 +35,7 @@ from numpyro_sgp.math.linalg import (
     mirrored,
     product_of_lower,
     product_with_lower,
-    solve_lower,
-    solve_lower_transposed,
     transposed,
-    triangular_inverse,
     upper_product,
 )
 

@@ -31,7 +31,8 @@ from numpyro_sgp.features import WeightVariables
 from numpyro_sgp.features.decomposition import frequencies, phases, scale_of, split, term_features, terms, width_of
 from numpyro_sgp.inducing import AbstractInducing, check_new_inputs
 from numpyro_sgp.kernels.functional import AbstractFunctional
-from numpyro_sgp.math.linalg import diagonal, matmul, matvec_transposed, solve_lower, solve_lower_transposed
+from numpyro_sgp.math.linalg import diagonal, solve_lower, solve_lower_transposed
+from numpyro_sgp.math.products import matmul, matvec_transposed
 from numpyro_sgp.posteriors.gaussian import POINTS
 from numpyro_sgp.posteriors.mean_basis import AbstractMeanBasis
 from numpyro_sgp.posteriors.process import Guide, ProcessPosterior, TableProcess, drawable_of

@@ -13,7 +13,8 @@ from jax.typing import ArrayLike
 
 from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.inducing import AbstractInducing
-from numpyro_sgp.math.linalg import matmul, matvec_transposed, root_of, with_jitter
+from numpyro_sgp.math.linalg import root_of, with_jitter
+from numpyro_sgp.math.products import matmul, matvec_transposed
 from numpyro_sgp.posteriors.natural_parameters import AbstractSites, Past, Perturbed, perturb_kl, perturb_marginals
 
 __all__ = [

@@ -24,7 +24,7 @@ import numpy as np
 from numpyro_sgp._internal.probed import Probed
 from numpyro_sgp._internal.pytrees import own_copy
 from numpyro_sgp.inducing import AbstractInducing
-from numpyro_sgp.math.linalg import matmul, matvec, matvec_transposed
+from numpyro_sgp.math.products import matmul, matvec, matvec_transposed
 
 __all__ = [
     "AbstractSites",

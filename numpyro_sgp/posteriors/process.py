@@ -19,7 +19,8 @@ from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.inducing import AbstractInducing, InducingPoints, check_new_inputs
 from numpyro_sgp.kernels.functional import AbstractFunctional
-from numpyro_sgp.math.linalg import matmul, matvec_transposed, solve_lower
+from numpyro_sgp.math.linalg import solve_lower
+from numpyro_sgp.math.products import matmul, matvec_transposed
 from numpyro_sgp.posteriors.dual.formulas import dense_weights
 from numpyro_sgp.posteriors.mean_basis import AbstractMeanBasis
 from numpyro_sgp.posteriors.moments import moments

@@ -12,7 +12,7 @@ from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_regression import RegressionPosterior
 from numpyro_sgp.inducing import AbstractInducing
-from numpyro_sgp.math.linalg import matmul
+from numpyro_sgp.math.products import matmul
 from numpyro_sgp.posteriors.decoupled.blocks import (
     Free,
     coefficients,

@@ -15,15 +15,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from numpyro_sgp.inducing import AbstractInducing, RowMatch
-from numpyro_sgp.math.linalg import (
-    cholesky,
-    diagonal,
-    matmul,
-    matvec,
-    matvec_transposed,
-    solve_lower,
-    solve_lower_transposed,
-)
+from numpyro_sgp.math.linalg import cholesky, diagonal, solve_lower, solve_lower_transposed
+from numpyro_sgp.math.products import matmul, matvec, matvec_transposed
 from numpyro_sgp.posteriors.decoupled.coefficients import Coefficients, Response
 from numpyro_sgp.posteriors.moments import Moments, Projection, moments, roots_of
 

@@ -16,7 +16,8 @@ from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.sparse_regression import RegressionPosterior
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.inducing import AbstractInducing, GrowingInducing, InducingPoints, ProbedInducing
-from numpyro_sgp.math.linalg import largest_eigenvalue, matmul
+from numpyro_sgp.math.linalg import largest_eigenvalue
+from numpyro_sgp.math.products import matmul
 from numpyro_sgp.posteriors.decoupled.family import Decoupled, Parametrization
 from numpyro_sgp.posteriors.decoupled.formulas import largest_residual_variance
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, Inducing, check_names, for_site, started_at

@@ -17,19 +17,21 @@ from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.math.linalg import (
     cholesky,
     diagonal,
+    log_determinant,
+    solve_lower,
+    solve_lower_transposed,
+    triangular_inverse,
+)
+from numpyro_sgp.math.products import (
     gram_of_lower,
     half_congruence,
-    log_determinant,
     lower_product,
     matmul,
     matvec,
     matvec_transposed,
     mirrored,
-    solve_lower,
-    solve_lower_transposed,
     symmetric_product,
     transposed,
-    triangular_inverse,
     upper_product,
 )
 from numpyro_sgp.posteriors.moments import Moments, given_tangents, moments, roots_of, tangents_like

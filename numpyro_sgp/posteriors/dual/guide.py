@@ -19,7 +19,8 @@ from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.guides.members import Joint
 from numpyro_sgp.inducing import AbstractInducing
 from numpyro_sgp.kernels.functional import same_rows
-from numpyro_sgp.math.linalg import matmul, matvec, solve_lower, with_jitter
+from numpyro_sgp.math.linalg import solve_lower, with_jitter
+from numpyro_sgp.math.products import matmul, matvec
 from numpyro_sgp.posteriors.dual.formulas import dual_dense, dual_per_datum, natural_mean_and_root
 from numpyro_sgp.posteriors.dual.tied import shared_covariance, tied, tied_mean_and_root
 from numpyro_sgp.posteriors.family import (

@@ -14,15 +14,13 @@ import jax.numpy as jnp
 
 from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, InducingPoints
-from numpyro_sgp.math.linalg import (
-    Root,
+from numpyro_sgp.math.linalg import Root, diagonal, root_of
+from numpyro_sgp.math.products import (
     congruence_of_upper,
-    diagonal,
     matmul,
     matvec,
     matvec_transposed,
     mirrored,
-    root_of,
     symmetric_product,
     transposed,
 )

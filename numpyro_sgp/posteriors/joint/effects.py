@@ -14,7 +14,7 @@ from typing import NamedTuple
 from jax import Array
 import jax.numpy as jnp
 
-from numpyro_sgp.math.linalg import matmul, matvec
+from numpyro_sgp.math.products import matmul, matvec
 from numpyro_sgp.posteriors.moments import whiten
 from numpyro_sgp.posteriors.natural_parameters import EffectSites, TiedSites
 

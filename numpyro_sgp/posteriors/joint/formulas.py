@@ -21,7 +21,8 @@ import numpy as np
 from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.inducing import AbstractInducing
-from numpyro_sgp.math.linalg import matmul, matvec, solve_lower
+from numpyro_sgp.math.linalg import solve_lower
+from numpyro_sgp.math.products import matmul, matvec
 from numpyro_sgp.posteriors.dual.formulas import natural_mean_and_root, natural_whitened
 from numpyro_sgp.posteriors.dual.tied import tied, tied_mean_and_root
 from numpyro_sgp.posteriors.joint.effects import Eliminated, Loading, eliminated

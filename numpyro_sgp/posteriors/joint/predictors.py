@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
 
-from numpyro_sgp.math.linalg import matmul
+from numpyro_sgp.math.products import matmul
 from numpyro_sgp.posteriors.joint.effects import Loading
 from numpyro_sgp.posteriors.moments import standard_deviation
 

@@ -24,7 +24,7 @@ import jax
 from jax import Array, lax
 import jax.numpy as jnp
 
-from numpyro_sgp.math.linalg import matmul, matvec
+from numpyro_sgp.math.products import matmul, matvec
 from numpyro_sgp.posteriors.markov.state_space import AbstractStateSpace
 
 __all__ = ["Smoothed", "smoothed", "smoothing_draws"]

@@ -22,7 +22,7 @@ import numpy as np
 from numpyro_sgp.kernels.algebra import Constant, Product, Sum
 from numpyro_sgp.kernels.periodic import Cosine, Periodic
 from numpyro_sgp.kernels.stationary import AbstractMatern
-from numpyro_sgp.math.linalg import matmul
+from numpyro_sgp.math.products import matmul
 
 __all__ = ["AbstractStateSpace", "state_space_of"]
 

@@ -20,7 +20,8 @@ from numpyro_sgp.features import as_finite_rank
 from numpyro_sgp.features.finite_rank import has_correlated_weights
 from numpyro_sgp.inducing import AbstractInducing, InducingPoints, subset
 from numpyro_sgp.kernels.functional import AbstractFunctional
-from numpyro_sgp.math.linalg import matmul, matvec, solve_lower, solve_lower_transposed
+from numpyro_sgp.math.linalg import solve_lower, solve_lower_transposed
+from numpyro_sgp.math.products import matmul, matvec
 from numpyro_sgp.posteriors.family import (
     AbstractPosteriorFamily,
     Inducing,

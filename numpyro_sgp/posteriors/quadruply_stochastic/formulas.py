@@ -18,7 +18,8 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from numpyro_sgp.math.linalg import diagonal, matmul, matvec, solve_lower, solve_lower_transposed
+from numpyro_sgp.math.linalg import diagonal, solve_lower, solve_lower_transposed
+from numpyro_sgp.math.products import matmul, matvec
 
 __all__ = [
     "Inclusion",

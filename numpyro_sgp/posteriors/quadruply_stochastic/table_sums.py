@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.kernels import Kernel
-from numpyro_sgp.math.linalg import cholesky, matmul, matvec, solve_lower, solve_lower_transposed
+from numpyro_sgp.math.linalg import cholesky, solve_lower, solve_lower_transposed
+from numpyro_sgp.math.products import matmul, matvec
 from numpyro_sgp.posteriors.quadruply_stochastic.formulas import Inclusion, chevron_divergence, mean_divergence
 from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import WeightTable, features_at
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from numpyro_sgp._internal.probed import Probed
 from numpyro_sgp.features import HilbertSpace, InducingBasis, RandomFourier
 from numpyro_sgp.features.finite_rank import has_correlated_weights
-from numpyro_sgp.math.linalg import cholesky, matmul
+from numpyro_sgp.math.linalg import cholesky
+from numpyro_sgp.math.products import matmul
 
 __all__ = [
     "Change",

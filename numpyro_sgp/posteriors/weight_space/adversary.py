@@ -7,7 +7,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from numpyro_sgp._internal.probed import Probed
-from numpyro_sgp.math.linalg import mirrored
+from numpyro_sgp.math.products import mirrored
 
 __all__ = ["Adversary", "ProbedAdversary", "adversary_of"]
 

@@ -24,7 +24,8 @@ from numpyro_sgp.features.finite_rank import (
     whiten_features,
     whitened_features,
 )
-from numpyro_sgp.math.linalg import cholesky, gram_of_rows, solve_lower, solve_lower_transposed
+from numpyro_sgp.math.linalg import cholesky, solve_lower, solve_lower_transposed
+from numpyro_sgp.math.products import gram_of_rows
 from numpyro_sgp.posteriors.dual.tied import tied, tied_mean_and_root
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
 from numpyro_sgp.posteriors.gaussian import InducingGaussian

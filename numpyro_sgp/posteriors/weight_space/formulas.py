@@ -11,7 +11,8 @@ from jax import Array
 import jax.numpy as jnp
 
 from numpyro_sgp._internal.eager import as_one_program
-from numpyro_sgp.math.linalg import diagonal, matvec, matvec_transposed, mirrored
+from numpyro_sgp.math.linalg import diagonal
+from numpyro_sgp.math.products import matvec, matvec_transposed, mirrored
 from numpyro_sgp.posteriors.dual.formulas import (
     Whitened,
     by_posterior_root,

@@ -21,7 +21,8 @@ import numpy as np
 
 from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp._internal.probed import value_of
-from numpyro_sgp.math.linalg import diagonal, gram_of_rows, lower_product, matvec, matvec_transposed, triangular_inverse
+from numpyro_sgp.math.linalg import diagonal, triangular_inverse
+from numpyro_sgp.math.products import gram_of_rows, lower_product, matvec, matvec_transposed
 from numpyro_sgp.posteriors.dual.formulas import divergence_of_covariance, root_of_precision
 from numpyro_sgp.posteriors.moments import Moments, Roots, given_tangents, tangents_like
 from numpyro_sgp.posteriors.natural_parameters import AbstractSites, Perturbation

@@ -4,16 +4,8 @@ from jax import Array
 import jax.numpy as jnp
 
 from numpyro_sgp._internal.eager import as_one_program
-from numpyro_sgp.math.linalg import (
-    cholesky,
-    diagonal,
-    log_determinant,
-    matmul,
-    matvec,
-    matvec_transposed,
-    solve_lower,
-    solve_lower_transposed,
-)
+from numpyro_sgp.math.linalg import cholesky, diagonal, log_determinant, solve_lower, solve_lower_transposed
+from numpyro_sgp.math.products import matmul, matvec, matvec_transposed
 from numpyro_sgp.posteriors.moments import Moments, moments
 
 __all__ = ["times_factors", "unwhitened", "whitened"]
