@@ -161,12 +161,11 @@ def gpflow(p: dict, binary: bool, reduced: bool) -> dict:
 
 def against_nuts(reduced: bool) -> list[dict]:
     """Posteriors of `fit` beside long chains of the dense model: a regression, and counts with effects of groups."""
+    from common import long_chains
     import jax
     import jax.numpy as jnp
     import numpyro
-    from numpyro.diagnostics import summary
     import numpyro.distributions as dist
-    from numpyro.infer import MCMC, NUTS
 
     import numpyro_sgp as sgp
 
@@ -199,17 +198,8 @@ def against_nuts(reduced: bool) -> list[dict]:
     table = []
     for name, y in outcomes.items():
         counts = name != "regression"
-        chains = MCMC(
-            NUTS(model),
-            num_warmup=20 if reduced else 1000,
-            num_samples=20 if reduced else 4000,
-            num_chains=2,
-            chain_method="sequential",
-            progress_bar=False,
-        )
-        chains.run(jax.random.key(0), X, group, y, counts=counts, dense=True)
-        exact, found = chains.get_samples(), summary(chains.get_samples(group_by_chain=True))
-        r_hat, ess = max(np.max(v["r_hat"]) for v in found.values()), min(np.min(v["n_eff"]) for v in found.values())
+        num_samples = 20 if reduced else 4000
+        exact, r_hat, ess = long_chains(model, X, group, y, counts=counts, dense=True, num_samples=num_samples)
 
         def both(X, group, y=None, counts=counts):
             return model(X, group, y, counts=counts, dense=False)
@@ -224,7 +214,7 @@ def against_nuts(reduced: bool) -> list[dict]:
             theirs, own = (np.log(each[latent]) if positive else np.asarray(each[latent]) for each in (exact, draws))
             sd = np.std(theirs, axis=0)
             error, ratio = np.abs(np.mean(own, axis=0) - np.mean(theirs, axis=0)) / sd, np.std(own, axis=0) / sd
-            row = {"model": name, "latent": latent, "r_hat": float(r_hat), "ess": float(ess)}
+            row = {"model": name, "latent": latent, "r_hat": r_hat, "ess": ess}
             row |= {"error": float(np.max(error)), "least": float(np.min(ratio)), "largest": float(np.max(ratio))}
             table.append(row)
             print(

@@ -1,6 +1,6 @@
 """What the benchmark scripts share: versions and device, data sets, results as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import json
 import os
 from pathlib import Path
@@ -10,6 +10,8 @@ import subprocess
 import jax
 import numpy as np
 import numpyro
+from numpyro.diagnostics import summary
+from numpyro.infer import MCMC, NUTS
 import optax
 
 import numpyro_sgp
@@ -68,6 +70,16 @@ def earlier(name: str, settings: dict, folder: Path | None) -> dict:
     if before["settings"] != settings:
         raise SystemExit(f"{path} was made with other settings: {before['settings']}. Move it away.")
     return before["runs"]
+
+
+def long_chains(model: Callable, *args, num_samples: int = 4000, **kwargs) -> tuple[dict[str, jax.Array], float, float]:
+    """2 × `num_samples` draws by NUTS, the largest R-hat and the smallest effective sample size of all entries."""
+    options = {"num_warmup": min(num_samples, 1000), "num_samples": num_samples, "num_chains": 2}
+    chains = MCMC(NUTS(model), **options, chain_method="sequential", progress_bar=False)
+    chains.run(jax.random.key(0), *args, **kwargs)
+    found = summary(chains.get_samples(group_by_chain=True)).values()
+    r_hat, ess = max(np.max(v["r_hat"]) for v in found), min(np.min(v["n_eff"]) for v in found)
+    return chains.get_samples(), float(r_hat), float(ess)
 
 
 def banana() -> tuple[np.ndarray, np.ndarray]:

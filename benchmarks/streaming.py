@@ -265,12 +265,12 @@ def costs(reduced: bool) -> list[dict]:
 
 def against_nuts(reduced: bool) -> list[dict]:
     """Counts with effects of groups: conditioning and a stream, beside long chains of the dense model."""
+    from common import long_chains
     import jax
     import jax.numpy as jnp
     import numpyro
-    from numpyro.diagnostics import summary
     import numpyro.distributions as dist
-    from numpyro.infer import MCMC, NUTS, SVI
+    from numpyro.infer import SVI
     import optax
 
     import numpyro_sgp as sgp
@@ -295,17 +295,7 @@ def against_nuts(reduced: bool) -> list[dict]:
         v = numpyro.sample("v", dist.Normal().expand([N]))
         counts(numpyro.deterministic("f", L @ v), group, y)
 
-    chains = MCMC(
-        NUTS(dense),
-        num_warmup=50 if reduced else 1000,
-        num_samples=50 if reduced else 4000,
-        num_chains=2,
-        chain_method="sequential",
-        progress_bar=False,
-    )
-    chains.run(jax.random.key(0), group, y)
-    draws, found = chains.get_samples(), summary(chains.get_samples(group_by_chain=True))
-    r_hat, ess = max(np.max(v["r_hat"]) for v in found.values()), min(np.min(v["n_eff"]) for v in found.values())
+    draws, r_hat, ess = long_chains(dense, group, y, num_samples=50 if reduced else 4000)
     print(f"NUTS: largest R-hat {r_hat:.4f}, smallest effective sample size {ess:.0f}")
 
     guide = sgp.AutoTSVGP(model, np.linspace(-2.0, 2.0, 25)[:, None])

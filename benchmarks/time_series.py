@@ -12,14 +12,13 @@ import argparse
 from pathlib import Path
 import time
 
-from common import report
+from common import long_chains, report
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
-from numpyro.diagnostics import summary
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, NUTS, SVI
+from numpyro.infer import SVI
 import optax
 
 import numpyro_sgp as sgp
@@ -153,31 +152,11 @@ def against_nuts(reduced: bool) -> list[dict]:
         f = numpyro.deterministic("f", jnp.linalg.cholesky(K) @ numpyro.sample("v", dist.Normal().expand([num])))
         numpyro.sample("y", dist.Poisson(jnp.exp(f)).to_event(1), obs=y)
 
-    chains = MCMC(
-        NUTS(exact),
-        num_warmup=20 if reduced else 1000,
-        num_samples=20 if reduced else 4000,
-        num_chains=2,
-        chain_method="sequential",
-        progress_bar=False,
-    )
-    chains.run(jax.random.key(0), t, y)
-    found = summary(chains.get_samples(group_by_chain=True))
-    r_hat, ess = max(np.max(v["r_hat"]) for v in found.values()), min(np.min(v["n_eff"]) for v in found.values())
-    samples, table = chains.get_samples(), []
-    at_medians = {name: float(np.median(samples[name])) for name in ("lengthscale", "variance")}
+    table, known = [], {}
     for base in ("trained", "fixed"):
-        fixed = numpyro.handlers.condition(counts, at_medians) if base == "fixed" else counts
-        theirs = samples
-        if base == "fixed":
-            given = MCMC(
-                NUTS(numpyro.handlers.condition(exact, at_medians)),
-                num_warmup=20 if reduced else 1000,
-                num_samples=20 if reduced else 8000,
-                progress_bar=False,
-            )
-            given.run(jax.random.key(1), t, y)
-            theirs = given.get_samples()
+        fixed, dense = (numpyro.handlers.condition(each, known) for each in (counts, exact))
+        theirs, r_hat, ess = long_chains(dense, t, y, num_samples=20 if reduced else 4000)
+        known = known or {name: float(np.median(theirs[name])) for name in ("lengthscale", "variance")}
         guide = sgp.AutoMarkovGP(fixed)
         optim = sgp.NaturalGradient(0.5, optax.adam(optax.cosine_decay_schedule(0.05, 1500)))
         svi = SVI(fixed, guide, optim, sgp.QuadratureELBO(num_particles=4))
@@ -192,7 +171,7 @@ def against_nuts(reduced: bool) -> list[dict]:
             error, ratio = np.abs(own.mean(axis=0) - other.mean(axis=0)) / sd, own.std(axis=0) / sd
             row = {"hyperparameters": base, "latent": latent, "error": float(np.max(error))}
             row |= {"least": float(np.min(ratio)), "largest": float(np.max(ratio))}
-            table.append(row | {"r_hat": float(r_hat), "ess": float(ess)})
+            table.append(row | {"r_hat": r_hat, "ess": ess})
             print(f"{base} {latent}: mean within {row['error']:.2f} sd, sds {row['least']:.3f} to {row['largest']:.3f}")
     return table
 

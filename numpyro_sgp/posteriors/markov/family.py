@@ -12,8 +12,9 @@ from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.kernels.functional import AbstractFunctional, same_rows
+from numpyro_sgp.math.linalg import diagonal
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, at_prior, is_initial
-from numpyro_sgp.posteriors.markov.formulas import smoothed, smoothing_draws
+from numpyro_sgp.posteriors.markov.formulas import Smoothed, smoothed, smoothing_draws
 from numpyro_sgp.posteriors.markov.state_space import AbstractStateSpace, state_space_of
 from numpyro_sgp.posteriors.moments import AbstractCovariance, Moments, perturbed_moments
 from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed
@@ -24,8 +25,8 @@ __all__ = ["Markov"]
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Path:
-    """Sites on a process at times in ascending order.
+class MarkovCovariance(AbstractCovariance):
+    """The covariance between rows of a process with sites at times in ascending order.
 
     Attributes:
         model: the process.
@@ -43,27 +44,14 @@ class _Path:
     rows: Array
     parallel: bool = dataclasses.field(metadata={"static": True})
 
-    @classmethod
-    def of(cls, model: AbstractStateSpace, times: Array, lambda1: Array, precision: Array, first: int, parallel: bool):
-        """From times in any order, of which those after `first` of them are asked for."""
-        order = jnp.argsort(times)
-        interval = jnp.diff(times[order], prepend=times[order[:1]])
-        rows = jnp.argsort(order)[first:]
-        return cls(model, interval, lambda1[..., order], precision[..., order], rows, parallel)
-
     def moments(self) -> Moments:
         """Moments at the rows, with the divergence."""
-        q = smoothed(self.model, self.interval, self.lambda1, self.precision, parallel=self.parallel)
+        q = self._smoothed(self.lambda1)
         kl = q.divergence(self.lambda1, self.precision)
-        return Moments(q.mean[..., self.rows], q.variance[..., self.rows], kl, MarkovCovariance(self))
+        return Moments(q.mean[..., self.rows], q.variance[..., self.rows], kl, self)
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class MarkovCovariance(AbstractCovariance):
-    """The covariance of a smoothed process between rows."""
-
-    path: _Path
+    def _smoothed(self, lambda1: Array) -> Smoothed:
+        return smoothed(self.model, self.interval, lambda1, self.precision, parallel=self.parallel)
 
     @property
     def num_noise(self) -> int | None:
@@ -71,19 +59,16 @@ class MarkovCovariance(AbstractCovariance):
 
     def given_inducing(self, Kff: Array) -> Array:
         """Cov(f), (..., N, N), one smoothing for each row: the mean moves by a column of it with each λ₁."""
-        path = self.path
-        zeros = jnp.zeros_like(path.lambda1)
+        zeros = jnp.zeros_like(self.lambda1)
 
         def column(row: Array) -> Array:
-            unit = zeros.at[..., row].set(1.0)
-            q = smoothed(path.model, path.interval, unit, path.precision, parallel=path.parallel)
-            return q.mean[..., path.rows]
+            return self._smoothed(zeros.at[..., row].set(1.0)).mean[..., self.rows]
 
-        covariance = jnp.moveaxis(jax.lax.map(column, path.rows), 0, -1)
+        covariance = jnp.moveaxis(jax.lax.map(column, self.rows), 0, -1)
         # What was added to the prior variances.
-        h = jnp.asarray(path.model.h, zeros.dtype)
-        own = jnp.sum(h[:, None] * path.model.covariance * h, axis=(-2, -1))
-        extra = jnp.diagonal(Kff, axis1=-2, axis2=-1) - own[..., None]
+        h = jnp.asarray(self.model.h, zeros.dtype)
+        own = jnp.sum(h[:, None] * self.model.covariance * h, axis=(-2, -1))
+        extra = diagonal(Kff) - own[..., None]
         return covariance + extra[..., None] * jnp.eye(Kff.shape[-1], dtype=Kff.dtype)
 
     def of_inducing(self) -> Array | None:
@@ -96,20 +81,19 @@ class MarkovCovariance(AbstractCovariance):
         raise NotImplementedError
 
     def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
-        path, dtype = self.path, self.path.lambda1.dtype
-        d, k = path.model.covariance.shape[-1], path.model.noise_root(path.interval[:1]).shape[-1]
-        N, batch = len(path.interval), shape[len(shape) - path.lambda1.ndim : -1]
+        axes, zeros = self.lambda1.ndim, jnp.zeros_like(self.lambda1)
+        many, batch = shape[: len(shape) - axes], shape[len(shape) - axes : -1]
+        d, k = self.model.covariance.shape[-1], self.model.noise_root(self.interval[:1]).shape[-1]
+        N = len(self.interval)
 
         def draw(rng_key: Array) -> Array:
             keys, sizes = jax.random.split(rng_key, 3), ((d,), (N, k), (N,))
             first, steps, sites = (
-                jax.random.normal(key, (*batch, *size), dtype) for key, size in zip(keys, sizes, strict=True)
+                jax.random.normal(key, (*batch, *size), zeros.dtype) for key, size in zip(keys, sizes, strict=True)
             )
-            zeros = jnp.zeros_like(path.lambda1)
             noise = first, steps, sites
-            return smoothing_draws(path.model, path.interval, zeros, path.precision, noise)[..., path.rows]
+            return smoothing_draws(self.model, self.interval, zeros, self.precision, noise)[..., self.rows]
 
-        many = shape[: len(shape) - path.lambda1.ndim]
         draws = jax.lax.map(draw, jax.random.split(rng_key, math.prod(many)))
         return draws.reshape(shape)
 
@@ -148,8 +132,7 @@ class Markov(AbstractPosteriorFamily):
                     f"a training step came with X of shape {prior.X.shape}. Give all times at every step."
                 )
                 raise ValueError(msg)
-            path = self._path(prior, sites.fixed_X[:, 0], sites.lambda1, sites.Lambda2, 0)
-            q = path.moments()
+            q = self._smoothed(prior, sites.fixed_X[:, 0], sites.lambda1, sites.Lambda2, 0)
             # Other times, or another order of them, have no site here: the step is refused.
             same = same_rows(sites.X, prior.X)
             q = q._replace(mean=jnp.where(same, q.mean, jnp.nan))
@@ -157,18 +140,22 @@ class Markov(AbstractPosteriorFamily):
         times = jnp.concatenate([sites.fixed_X[:, 0], prior.X[:, 0]])
         without = jnp.zeros((*sites.lambda1.shape[:-1], len(prior.X)), sites.lambda1.dtype)
         lambda1, precision = (jnp.concatenate([each, without], axis=-1) for each in (sites.lambda1, sites.Lambda2))
-        return self._path(prior, times, lambda1, precision, len(sites.X)).moments()
+        return self._smoothed(prior, times, lambda1, precision, len(sites.X))
 
     def updated(self, fitted: FittedParameters, q: SparsePosterior, linear: Array, precision: Array) -> dict[str, Any]:
         return {"sites": fitted("sites").extended(linear, precision, q.prior.X)}
 
-    def _path(self, prior: GaussianProcess, times: Array, lambda1: Array, precision: Array, first: int) -> _Path:
+    def _smoothed(self, prior: GaussianProcess, times: Array, lambda1: Array, precision: Array, first: int) -> Moments:
+        """Moments at times in any order, (N,), but for the `first` of them."""
         dtype = jnp.result_type(times, lambda1)  # new times may have another one than those of the sites
         model = state_space_of(prior.kernel, dtype, self.num_harmonics)
         parallel = self.parallel
         if parallel is None:
             parallel = jax.default_backend() != "cpu" and dtype == jnp.float64
-        return _Path.of(model, times, lambda1, precision, first, parallel)
+        order = jnp.argsort(times)
+        interval = jnp.diff(times[order], prepend=times[order[:1]])
+        rows = jnp.argsort(order)[first:]
+        return MarkovCovariance(model, interval, lambda1[..., order], precision[..., order], rows, parallel).moments()
 
 
 def _check_times(prior: GaussianProcess) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import math
+from typing import Any, ClassVar
 
 import jax
 from jax import Array
@@ -153,10 +154,40 @@ def _matern_transition(t: Array, degrees: int) -> Array:
     return jnp.exp(-t)[..., None, None] * matrix
 
 
+class AbstractWave(AbstractStateSpace):
+    """A process without noise, whose state has independent numbers of one variance: it is known from a part of it.
+
+    Attributes:
+        size: how many numbers the state has.
+        variance: σ_f², (...).
+    """
+
+    size: ClassVar[int]
+    variance: Array
+
+    @property
+    def h(self) -> np.ndarray:
+        return np.eye(self.size)[0]
+
+    @property
+    def covariance(self) -> Array:
+        return self.variance[..., None, None] * jnp.eye(self.size, dtype=self.variance.dtype)
+
+    @property
+    def root(self) -> Array:
+        return jnp.sqrt(self.covariance)
+
+    def noise(self, interval: Array) -> Array:
+        return jnp.zeros_like(self.transition(interval))
+
+    def noise_root(self, interval: Array) -> Array:
+        return self.noise(interval)[..., :0]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rotation(AbstractStateSpace):
-    """A wave of one frequency with a random amplitude and phase, σ_f² cos(ωΔ): a rotation without noise.
+class Rotation(AbstractWave):
+    """A wave of one frequency with a random amplitude and phase, σ_f² cos(ωΔ): a rotation.
 
     Attributes:
         frequency: ω, (...).
@@ -165,34 +196,17 @@ class Rotation(AbstractStateSpace):
 
     frequency: Array
     variance: Array
-
-    @property
-    def h(self) -> np.ndarray:
-        return np.asarray([1.0, 0.0])
-
-    @property
-    def covariance(self) -> Array:
-        return self.variance[..., None, None] * jnp.eye(2, dtype=self.variance.dtype)
-
-    @property
-    def root(self) -> Array:
-        return jnp.sqrt(self.variance)[..., None, None] * jnp.eye(2, dtype=self.variance.dtype)
+    size = 2
 
     def transition(self, interval: Array) -> Array:
         angle = self.frequency[..., None] * interval
         c, s = jnp.cos(angle), jnp.sin(angle)
         return jnp.stack([jnp.stack([c, -s], axis=-1), jnp.stack([s, c], axis=-1)], axis=-2)
 
-    def noise(self, interval: Array) -> Array:
-        return jnp.zeros_like(self.transition(interval))
-
-    def noise_root(self, interval: Array) -> Array:
-        return self.noise(interval)[..., :0]
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Level(AbstractStateSpace):
+class Level(AbstractWave):
     """A constant, N(0, σ²).
 
     Attributes:
@@ -200,27 +214,10 @@ class Level(AbstractStateSpace):
     """
 
     variance: Array
-
-    @property
-    def h(self) -> np.ndarray:
-        return np.ones(1)
-
-    @property
-    def covariance(self) -> Array:
-        return self.variance[..., None, None]
-
-    @property
-    def root(self) -> Array:
-        return jnp.sqrt(self.covariance)
+    size = 1
 
     def transition(self, interval: Array) -> Array:
         return jnp.ones((*self.variance.shape, *interval.shape, 1, 1), interval.dtype)
-
-    def noise(self, interval: Array) -> Array:
-        return jnp.zeros_like(self.transition(interval))
-
-    def noise_root(self, interval: Array) -> Array:
-        return self.noise(interval)[..., :0]
 
 
 def _side_by_side(left: Array, right: Array) -> Array:
@@ -237,28 +234,40 @@ def _kronecker(left: Array, right: Array) -> Array:
     return product.reshape(*product.shape[:-4], math.prod(product.shape[-4:-2]), math.prod(product.shape[-2:]))
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class StateSpaceSum(AbstractStateSpace):
-    """The sum of two independent processes: their states side by side."""
+class AbstractPair(AbstractStateSpace):
+    """A process made of two independent ones; a pytree."""
 
     left: AbstractStateSpace
     right: AbstractStateSpace
 
-    @property
-    def h(self) -> np.ndarray:
-        return np.concatenate([self.left.h, self.right.h])
+    @staticmethod
+    @abstractmethod
+    def combined(left: Any, right: Any) -> Any:
+        """A matrix of both processes, from those of each."""
 
     @property
     def covariance(self) -> Array:
-        return _side_by_side(self.left.covariance, self.right.covariance)
+        return self.combined(self.left.covariance, self.right.covariance)
 
     @property
     def root(self) -> Array:
-        return _side_by_side(self.left.root, self.right.root)
+        return self.combined(self.left.root, self.right.root)
 
     def transition(self, interval: Array) -> Array:
-        return _side_by_side(self.left.transition(interval), self.right.transition(interval))
+        return self.combined(self.left.transition(interval), self.right.transition(interval))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StateSpaceSum(AbstractPair):
+    """The sum of two independent processes: their states side by side."""
+
+    combined = staticmethod(_side_by_side)
+
+    @property
+    def h(self) -> np.ndarray:
+        return np.concatenate([self.left.h, self.right.h])
 
     def noise(self, interval: Array) -> Array:
         return _side_by_side(self.left.noise(interval), self.right.noise(interval))
@@ -269,26 +278,14 @@ class StateSpaceSum(AbstractStateSpace):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class StateSpaceProduct(AbstractStateSpace):
+class StateSpaceProduct(AbstractPair):
     """A process whose covariance is the product of two: A = A₁ ⊗ A₂, P = P₁ ⊗ P₂, Q = Q₁ ⊗ P₂ + A₁P₁A₁ᵀ ⊗ Q₂."""
 
-    left: AbstractStateSpace
-    right: AbstractStateSpace
+    combined = staticmethod(_kronecker)
 
     @property
     def h(self) -> np.ndarray:
         return np.kron(self.left.h, self.right.h)
-
-    @property
-    def covariance(self) -> Array:
-        return _kronecker(self.left.covariance, self.right.covariance)
-
-    @property
-    def root(self) -> Array:
-        return _kronecker(self.left.root, self.right.root)
-
-    def transition(self, interval: Array) -> Array:
-        return _kronecker(self.left.transition(interval), self.right.transition(interval))
 
     def noise(self, interval: Array) -> Array:
         A, P = self.left.transition(interval), self.left.covariance[..., None, :, :]
