@@ -21,7 +21,7 @@ from numpyro_sgp.fitting.automatic.budget import Budget, parsed_budget
 from numpyro_sgp.fitting.automatic.placing import placed, precision_of_rows, unexplained
 from numpyro_sgp.fitting.automatic.profile import Profile
 from numpyro_sgp.fitting.automatic.report import evidence_of
-from numpyro_sgp.fitting.automatic.search import Task, effects
+from numpyro_sgp.fitting.automatic.task import Task, effects
 
 module = sys.modules["numpyro_sgp.fitting.automatic.fit_model"]  # the attribute is the function
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]

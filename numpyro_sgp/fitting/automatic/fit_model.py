@@ -16,9 +16,11 @@ import optax
 
 from numpyro_sgp._internal.checks import positive
 from numpyro_sgp.fitting.automatic.budget import BATCH, parsed_budget
+from numpyro_sgp.fitting.automatic.needs import inducing_of, priors_at
 from numpyro_sgp.fitting.automatic.placing import unexplained
 from numpyro_sgp.fitting.automatic.report import FitReport, FitResult, evidence_of
-from numpyro_sgp.fitting.automatic.search import NEGLIGIBLE, Search, Task, effects, inducing_of, priors_at
+from numpyro_sgp.fitting.automatic.search import NEGLIGIBLE, Search
+from numpyro_sgp.fitting.automatic.task import Task, effects
 from numpyro_sgp.fitting.batches import checked_rows
 from numpyro_sgp.fitting.training import train
 from numpyro_sgp.guides.members import Joint

@@ -1,48 +1,31 @@
 """The search for hyperparameters and inducing inputs: L-BFGS on the best bound of some rows."""
 
-from collections.abc import Callable, Mapping
 import dataclasses
 import functools
-import time
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 from jax import Array
 import jax.numpy as jnp
 import numpy as np
-from numpyro import handlers
 from numpyro.distributions.transforms import biject_to
-from numpyro.infer import SVI
-from numpyro.infer.autoguide import AutoNormal
-import optax
+from numpyro.infer.autoguide import AutoGuide, AutoNormal
 
-from numpyro_sgp._internal.signatures import with_num_data
-from numpyro_sgp.distributions.gaussian_process import GaussianProcess
-from numpyro_sgp.distributions.traces import scaled_log_prob
-from numpyro_sgp.distributions.wrappers import is_real, unwrap
-from numpyro_sgp.fitting.automatic.placing import place, placed, precision_of_rows, unexplained
+from numpyro_sgp.distributions.wrappers import is_real
+from numpyro_sgp.fitting.automatic.needs import Need, inducing_of, needs_of, priors_at
+from numpyro_sgp.fitting.automatic.placing import place, placed, unexplained
 from numpyro_sgp.fitting.automatic.profile import Profile
-from numpyro_sgp.fitting.program import Arguments
-from numpyro_sgp.guides.handlers import GivenGaussianProcesses
-from numpyro_sgp.guides.members import Joint
-from numpyro_sgp.guides.model_runs import again, first_run
-from numpyro_sgp.losses.quadrature_elbo import QuadratureELBO
+from numpyro_sgp.fitting.automatic.task import Task
 from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
 
-__all__ = ["NEGLIGIBLE", "Search", "Task", "effects", "inducing_of", "priors_at"]
+__all__ = ["NEGLIGIBLE", "Search"]
 
 # Nats a row: what gains less was the last of its kind.
 NEGLIGIBLE = 1e-3
-# What inducing inputs may leave of the variance of f, in units of the variance with which a row tells it. With Gaussian
-# noise ½ log(1 + x) nats a row are lost. As long as inducing inputs are few they lose no more than half a nat of all
-# rows, so that hyperparameters stay where they are without them.
-_UNEXPLAINED, _UNEXPLAINED_IN_ALL = 0.02, 1.0
-_FEW_INDUCING, _FEW_OPERATIONS = 200, 1e9
 # The first search has so many, as its hyperparameters are still wrong; so few rows may all be inducing inputs.
 _FIRST, _FEW = 100, 300
-# Another number of inducing inputs needs another program: so it is chosen for hyperparameters that still change, to
-# leave a third of what they may, and only where they are many more.
-_SPARE, _MORE = 3.0, 1.3
+# Another number of inducing inputs needs another program: so it is taken only where they are many more.
+_MORE = 1.3
 _STARTS = 3
 _MOST_CHOICES = 4
 # L-BFGS is asked after so many iterations whether they were worth it: with inducing inputs to train it hardly ends.
@@ -51,138 +34,6 @@ _ITERATIONS, _MOST_ROUNDS = 100, 5
 _NARROW = 1e-6
 # The curvature needs two gradients for each entry of a latent.
 _MOST_CURVATURES = 100
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """What is to be fitted.
-
-    Attributes:
-        model: the model.
-        data: as in `fit`.
-        rows: N.
-        loss: the loss.
-        base: guide for the latents outside of the joint posterior.
-        joint: members of the joint posterior.
-        inducing: the user's inducing inputs, or None.
-        learn_inducing: whether to train them, or None.
-        most_inducing: M, or its upper limit.
-        number_given: whether M is what the user asked for.
-        most_whole: up to how many rows may all be inducing inputs.
-        deadline: when to end, by `time.perf_counter`.
-    """
-
-    model: Callable
-    data: Any
-    rows: int
-    loss: QuadratureELBO
-    base: Any
-    joint: Joint
-    inducing: Any
-    learn_inducing: bool | None
-    most_inducing: int
-    number_given: bool
-    most_whole: int
-    deadline: float
-
-    def args(self, index: np.ndarray) -> tuple:
-        """Arguments of the model with some of the rows."""
-        part = self.data if len(index) == self.rows else jax.tree.map(lambda leaf: np.asarray(leaf[index]), self.data)
-        return Arguments.positional(jax.tree.map(jnp.asarray, part))
-
-    def keywords(self, rows: int) -> dict[str, int]:
-        """Its keyword arguments with that many rows in all."""
-        return with_num_data(self.model, (), {}, rows)
-
-    def guide(self, inducing: Any) -> AutoTSVGP:
-        """The guide."""
-        return AutoTSVGP(self.model, inducing, base=self.base, joint=self.joint)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the time is spent."""
-        return time.perf_counter() > self.deadline
-
-
-class _Need(NamedTuple):
-    """The prior of a GP site, and the share of its variance that inducing inputs may leave.
-
-    Attributes:
-        prior: the prior.
-        tolerance: the share.
-        of_few: the share as long as they are few.
-        few: how many that is.
-    """
-
-    prior: GaussianProcess
-    tolerance: float
-    of_few: float
-    few: int
-
-    def is_met(self, num_inducing: int, unexplained: float) -> bool:
-        return unexplained <= (self.tolerance if num_inducing >= self.few else self.of_few)
-
-
-def inducing_of(guide: AutoTSVGP, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Inducing variables, by GP site."""
-    ending = f"_{guide.prefix}_inducing"
-    return {name.removesuffix(ending): value for name, value in params.items() if name.endswith(ending)}
-
-
-def priors_at(
-    model: Callable, guide: AutoTSVGP, params: dict[str, Any], args: tuple, kwargs: dict[str, Any], rng_key: Array
-) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Posterior medians of all latents, and the priors of the GP sites that belong to them."""
-    values = jax.jit(lambda params, args: guide.median(params, *args, **kwargs))(params, args)
-    given = handlers.substitute(handlers.seed(model, rng_key), data={**params, **values})
-    trace = handlers.trace(given).get_trace(*args, **kwargs)
-    return values, {site: unwrap(trace[site]["fn"]) for site in inducing_of(guide, params)}
-
-
-def effects(task: Task, index: np.ndarray, rng_key: Array) -> Joint:
-    """GP sites and the latents that are joint in "auto" and are added to them in the terms of the model.
-
-    Given the others the bound has a closed form for Gaussian noise, and its curvature says how sure they are. Those are
-    latents of restricted support, such as noise scales, and factors of a GP site, which start at a saddle if joint.
-    """
-    args, kwargs = task.args(index), task.keywords(len(index))
-    guide = task.guide(_first_row)
-    svi = SVI(task.model, guide, optax.set_to_zero(), task.loss)
-    state = jax.eval_shape(lambda key: svi.init(key, *args, **kwargs), rng_key)
-    groups = guide.joint_groups(svi.optim.get_params(state.optim_state))
-    if not any(group.latents for group in groups):
-        return False
-    added = _added(lambda: task.model(*args, **kwargs))
-    names: list[str] = []
-    for group in groups:
-        kept = [name for name in group.latents if name in added]
-        names += [*group.sites, *kept] if kept else []
-    return tuple(names) or False
-
-
-def _added(model: Callable[[], Any]) -> set[str]:
-    """Latents on the real line that the terms depend on where all GP sites are zero."""
-
-    @jax.jit
-    def slopes() -> dict[str, Array]:
-        given = GivenGaussianProcesses(0.0)
-        trace = first_run(model, given)
-        latents = {name: site for name, site in trace.items() if site["type"] == "sample" and not site["is_observed"]}
-        w = {name: site["value"] for name, site in latents.items() if is_real(site["fn"].support)}
-
-        def log_density(w: dict[str, Array]) -> Array:
-            sites = [site for site in again(model, trace, w).values() if site["type"] == "sample"]
-            return sum((jnp.sum(scaled_log_prob(site)) for site in sites if site["is_observed"]), jnp.zeros(()))
-
-        gradients = jax.grad(log_density)({name: value for name, value in w.items() if name not in given.priors})
-        return {name: jnp.max(jnp.abs(gradient)) for name, gradient in gradients.items()}
-
-    return {name for name, slope in slopes().items() if slope > 0.0}
-
-
-def _first_row(kernel: Callable, X: Any, rng_key: Array) -> Array:
-    del kernel, rng_key
-    return X[:1]
 
 
 class Search:
@@ -277,9 +128,9 @@ class Search:
 
     @property
     def _may_take_all(self) -> bool:
-        """Whether the best sites take one step, and all rows are few enough to be inducing inputs."""
+        """Whether the best sites take one step, all rows are few enough to be inducing inputs, and there is time."""
         few = self.num_inducing < self.rows == self.task.rows <= self.task.most_whole
-        return few and bool(self.profile.exact)
+        return few and bool(self.profile.exact) and not self.task.is_over
 
     def _search_with_all_rows(self, start: dict[str, Any]) -> None:
         """Begin anew with every row as an inducing input, and keep that if it is better by more than nothing.
@@ -288,23 +139,16 @@ class Search:
         higher bound, wherever the search starts.
         """
         best = self.guide, self.profile, self.value, self.enough, self.converged
-        priors = {site: need.prior for site, need in self._needs().items()}
+        of_data = self.profile.params, self.args, self.kwargs
+        _, priors = priors_at(self.task.model, self.guide, *of_data, self.rng_key)
         every = {site: place(p.kernel, p.X, self.rng_key, most=self.rows) for site, p in priors.items()}
         self._begin(self.guide.with_inducing(every), start)
-        first, found = self.profile.state, best[1].unconstrained
-        ends = []
-        for moved in ({name: found[name] for name in self._locations}, self._alike()):
-            if self.task.is_over:
-                break
-            self.profile.state = first
-            self.profile.move(moved)
-            self._minimise()
-            ends.append((self.value, self.converged, self.profile.state))
-        if not ends or min(ends, key=lambda end: end[0])[0] > best[2] - NEGLIGIBLE * self.rows:
+        found = best[1].unconstrained
+        self._minimise_from([{name: found[name] for name in self._locations}, self._alike()])
+        if self.value > best[2] - NEGLIGIBLE * self.rows:
             self.guide, self.profile, self.value, self.enough, self.converged = best
-            return
-        self.value, self.converged, self.profile.state = min(ends, key=lambda end: end[0])
-        self.enough = True
+        else:
+            self.enough = True
 
     @property
     def _locations(self) -> list[str]:
@@ -317,7 +161,10 @@ class Search:
         Lengthscales of columns that start at different values end at a lower bound more often than those that start
         alike.
         """
-        sites, values, found = cast(Any, self.guide.base).prototype_trace, self.profile.unconstrained, {}
+        base = self.guide.base
+        if not isinstance(base, AutoGuide):
+            return {}
+        sites, values, found = cast(Any, base).prototype_trace, self.profile.unconstrained, {}
         for name in self._locations:
             value, site = values[name], sites[name.removesuffix(f"_{self.guide.prefix}_loc")]
             if not is_real(site["fn"].support) and jnp.std(value) < 1.0:
@@ -342,17 +189,23 @@ class Search:
                 break
 
     def _minimise_from_several_starts(self) -> None:
-        """The best end of searches from the start and from places around it: long lengthscales often lead astray."""
-        start = self.profile.state
+        """From the start and from places around it: long lengthscales often lead astray."""
         values, names = self.profile.unconstrained, self._locations
-        ends = []
-        for number in range(_STARTS if names else 1):
-            self.profile.state = start
+        starts = [self._alike()]
+        for number in range(1, _STARTS if names else 1):
             key = jax.random.fold_in(self.rng_key, number)
-            moved = {} if number else self._alike()
-            for index, name in enumerate(names if number else []):
+            moved = {}
+            for index, name in enumerate(names):
                 signs = jax.random.rademacher(jax.random.fold_in(key, index), jnp.shape(values[name]))
                 moved[name] = values[name] + signs.astype(values[name].dtype)
+            starts.append(moved)
+        self._minimise_from(starts)
+
+    def _minimise_from(self, starts: list[dict[str, Array]]) -> None:
+        """The best end of searches that start with some of the parameters moved; those for which there is time."""
+        start, ends = self.profile.state, []
+        for moved in starts:
+            self.profile.state = start
             self.profile.move(moved)
             self._minimise()
             ends.append((self.value, self.converged, self.profile.state))
@@ -360,36 +213,21 @@ class Search:
                 break
         self.value, self.converged, self.profile.state = min(ends, key=lambda end: end[0])
 
-    def _needs(self) -> dict[str, _Need]:
+    def _needs(self) -> dict[str, Need]:
         """What the hyperparameters found so far ask for, by GP site."""
-        params, model = self.profile.params, self.task.model
-        values, priors = priors_at(model, self.guide, params, self.args, self.kwargs, self.rng_key)
-        means = {site: values.pop(site) for site in priors}
-        precisions = precision_of_rows(model, {**params, **values}, means, self.args, self.kwargs)
-        found = {}
-        for site, prior in priors.items():
-            told = float(jnp.mean(precisions[site] * prior.kernel(prior.X)))
-            allowed = np.asarray([_UNEXPLAINED, min(_UNEXPLAINED_IN_ALL / self.task.rows, _UNEXPLAINED)])
-            few = max(_FEW_INDUCING, int((_FEW_OPERATIONS / self.task.rows) ** 0.5))
-            # No number of inducing inputs leaves less than the jitter of their covariance does.
-            tolerance, of_few = np.clip(allowed / max(told, 1e-12), 2.0 * prior.relative_jitter, 0.1).tolist()
-            found[site] = _Need(prior, tolerance, of_few, min(few, self.task.most_inducing))
-        return found
+        task, of_data = self.task, (self.profile.params, self.args, self.kwargs)
+        return needs_of(task.model, self.guide, *of_data, self.rng_key, rows=task.rows, most=task.most_inducing)
 
-    def chosen(self, needs: dict[str, _Need] | None = None) -> dict[str, Array]:
+    def chosen(self, needs: dict[str, Need] | None = None) -> dict[str, Array]:
         """Inducing inputs for the hyperparameters found so far; `enough` says whether they are."""
         needs = self._needs() if needs is None else needs
-        found = {}
+        found, most = {}, self.task.most_inducing
         for number, (site, need) in enumerate(needs.items()):
-            key, most = jax.random.fold_in(self.rng_key, number), self.task.most_inducing
-            choose = functools.partial(placed, need.prior.kernel, need.prior.X, key)
+            key = jax.random.fold_in(self.rng_key, number)
             if self.task.number_given:
-                found[site] = choose(most=most, tolerance=0.0)
-                continue
-            one = choose(most=need.few, tolerance=need.of_few / _SPARE)
-            if one.unexplained > need.of_few:
-                one = choose(most=most, tolerance=need.tolerance / _SPARE, few=need.few)
-            found[site] = one
+                found[site] = placed(need.prior.kernel, need.prior.X, key, most=most, tolerance=0.0)
+            else:
+                found[site] = need.chosen(key, most)
         self.enough = all(need.is_met(len(found[site].Z), found[site].unexplained) for site, need in needs.items())
         return {site: each.Z for site, each in found.items()}
 

@@ -1,0 +1,122 @@
+"""What `fit` is asked to fit, and which latents are joint with GP sites."""
+
+from collections.abc import Callable
+import dataclasses
+import time
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+from numpyro.infer import SVI
+import optax
+
+from numpyro_sgp._internal.signatures import with_num_data
+from numpyro_sgp.distributions.traces import scaled_log_prob
+from numpyro_sgp.distributions.wrappers import is_real
+from numpyro_sgp.fitting.program import Arguments
+from numpyro_sgp.guides.handlers import GivenGaussianProcesses
+from numpyro_sgp.guides.members import Joint
+from numpyro_sgp.guides.model_runs import again, first_run
+from numpyro_sgp.losses.quadrature_elbo import QuadratureELBO
+from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
+
+__all__ = ["Task", "effects"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is to be fitted.
+
+    Attributes:
+        model: the model.
+        data: as in `fit`.
+        rows: N.
+        loss: the loss.
+        base: guide for the latents outside of the joint posterior.
+        joint: members of the joint posterior.
+        inducing: the user's inducing inputs, or None.
+        learn_inducing: whether to train them, or None.
+        most_inducing: M, or its upper limit.
+        number_given: whether M is what the user asked for.
+        most_whole: up to how many rows may all be inducing inputs.
+        deadline: when to end, by `time.perf_counter`.
+    """
+
+    model: Callable
+    data: Any
+    rows: int
+    loss: QuadratureELBO
+    base: Any
+    joint: Joint
+    inducing: Any
+    learn_inducing: bool | None
+    most_inducing: int
+    number_given: bool
+    most_whole: int
+    deadline: float
+
+    def args(self, index: np.ndarray) -> tuple:
+        """Arguments of the model with some of the rows."""
+        part = self.data if len(index) == self.rows else jax.tree.map(lambda leaf: np.asarray(leaf[index]), self.data)
+        return Arguments.positional(jax.tree.map(jnp.asarray, part))
+
+    def keywords(self, rows: int) -> dict[str, int]:
+        """Its keyword arguments with that many rows in all."""
+        return with_num_data(self.model, (), {}, rows)
+
+    def guide(self, inducing: Any) -> AutoTSVGP:
+        """The guide."""
+        return AutoTSVGP(self.model, inducing, base=self.base, joint=self.joint)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is spent."""
+        return time.perf_counter() > self.deadline
+
+
+def effects(task: Task, index: np.ndarray, rng_key: Array) -> Joint:
+    """GP sites and the latents that are joint in "auto" and are added to them in the terms of the model.
+
+    Given the others the bound has a closed form for Gaussian noise, and its curvature says how sure they are. Those are
+    latents of restricted support, such as noise scales, and factors of a GP site, which start at a saddle if joint.
+    """
+    args, kwargs = task.args(index), task.keywords(len(index))
+    guide = task.guide(_first_row)
+    svi = SVI(task.model, guide, optax.set_to_zero(), task.loss)
+    state = jax.eval_shape(lambda key: svi.init(key, *args, **kwargs), rng_key)
+    groups = guide.joint_groups(svi.optim.get_params(state.optim_state))
+    if not any(group.latents for group in groups):
+        return False
+    added = _added(lambda: task.model(*args, **kwargs))
+    names: list[str] = []
+    for group in groups:
+        kept = [name for name in group.latents if name in added]
+        names += [*group.sites, *kept] if kept else []
+    return tuple(names) or False
+
+
+def _added(model: Callable[[], Any]) -> set[str]:
+    """Latents on the real line that the terms depend on where all GP sites are zero."""
+
+    @jax.jit
+    def slopes() -> dict[str, Array]:
+        given = GivenGaussianProcesses(0.0)
+        trace = first_run(model, given)
+        latents = {name: site for name, site in trace.items() if site["type"] == "sample" and not site["is_observed"]}
+        w = {name: site["value"] for name, site in latents.items() if is_real(site["fn"].support)}
+
+        def log_density(w: dict[str, Array]) -> Array:
+            sites = [site for site in again(model, trace, w).values() if site["type"] == "sample"]
+            return sum((jnp.sum(scaled_log_prob(site)) for site in sites if site["is_observed"]), jnp.zeros(()))
+
+        gradients = jax.grad(log_density)({name: value for name, value in w.items() if name not in given.priors})
+        return {name: jnp.max(jnp.abs(gradient)) for name, gradient in gradients.items()}
+
+    return {name for name, slope in slopes().items() if slope > 0.0}
+
+
+def _first_row(kernel: Callable, X: Any, rng_key: Array) -> Array:
+    del kernel, rng_key
+    return X[:1]
