@@ -15,6 +15,7 @@ from jax import Array
 from jax.core import Tracer
 import jax.numpy as jnp
 
+from numpyro_sgp.guides.joint_times import MarkovRun
 from numpyro_sgp.losses.quadrature_elbo import Particle, QuadratureELBO
 from numpyro_sgp.optim.closure import Params, all_finite, probe
 from numpyro_sgp.posteriors.conditioned import NEW_SITES, Conditioned
@@ -155,6 +156,13 @@ class _Rows:
         posteriors = guide.posteriors_at(params, values, args, kwargs)
         self.at_values = guide.at_latents(values, Conditioned)
         joint = {name for name, q in posteriors.items() if q.joint_run is not None}
+        for site in joint:
+            if isinstance(posteriors[site].joint_run, MarkovRun):
+                msg = (
+                    f"`{method}` was called for a function of time, {site!r}, that has a joint posterior with other "
+                    "latents. Train on all rows, or with `joint=False`."
+                )
+                raise TypeError(msg)
         self.alone = {name: q for name, q in posteriors.items() if name not in joint}
         for site in self.alone:
             self._check(site, method)

@@ -184,7 +184,16 @@ def find_groups(
                 )
                 raise ValueError(msg)
             continue
-        group = dataclasses.replace(group, effects=_effects(program, depends, trace, group))
+        if kinds[group.sites[0]] == "times":
+            batch_shape: tuple[int, ...] = samples[group.sites[0]]["fn"].batch_shape
+            if len(group.sites) > 1 or batch_shape:
+                if named is not None:
+                    raise ValueError(_several_of_time(group))
+                if group.latents:
+                    warnings.warn(_several_of_time(group), UserWarning, stacklevel=2)
+                continue
+        else:
+            group = dataclasses.replace(group, effects=_effects(program, depends, trace, group))
         size = sum(int(np.size(trace[name]["value"])) for name in group.dense)
         if size > _MOST_LATENTS and named is None:
             warnings.warn(_too_many(group, size), UserWarning, stacklevel=2)
@@ -252,6 +261,14 @@ def _warn_of_families(
                 "sites or natural parameters, or pass `joint=False` if this is meant."
             )
             warnings.warn(msg, UserWarning, stacklevel=2)
+
+
+def _several_of_time(group: Group) -> str:
+    return (
+        f"The GP sites {list(group.sites)} are several functions of time in the same terms, and their posteriors are "
+        f"independent of each other and of {list(group.latents)}: the intervals of all are too narrow. Write one site, "
+        "with the sum of their kernels, or pass `joint=False` if this is meant."
+    )
 
 
 def _too_many(group: Group, size: int) -> str:

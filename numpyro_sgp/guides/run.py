@@ -28,12 +28,15 @@ from numpyro_sgp.guides.handlers import (
 )
 from numpyro_sgp.guides.independent import IndependentRun
 from numpyro_sgp.guides.joint import JointRun
+from numpyro_sgp.guides.joint_run import AbstractJointRun
+from numpyro_sgp.guides.joint_times import MarkovRun
 from numpyro_sgp.guides.members import Group, Joint, checked_joint, find_groups
 from numpyro_sgp.guides.model_runs import first_run
 from numpyro_sgp.guides.parameters import SiteParameters, parameter, with_candidates
 from numpyro_sgp.guides.row_dependence import refuse_new, unsure_terms
 from numpyro_sgp.posteriors.decoupled.coefficients import ProbedCoefficients
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
+from numpyro_sgp.posteriors.markov.family import Markov
 from numpyro_sgp.posteriors.moments import frozen
 
 __all__ = ["AbstractGuideRun"]
@@ -224,7 +227,12 @@ class AbstractGuideRun(AutoGuide):
         trace = first_run(model, swap, given)
         base_trace = dict(base_trace)
         for group in groups:
-            run = JointRun(group, trace, model, self.family, self.prefix, predicting, frozen=self._frozen)
+            family = self.family(group.sites[0])
+            run: AbstractJointRun
+            if isinstance(family, Markov):
+                run = MarkovRun(group, trace, model, family, self.prefix, predicting)
+            else:
+                run = JointRun(group, trace, model, self.family, self.prefix, predicting, frozen=self._frozen)
             base_trace.update(run.latents)
             runs.update(dict.fromkeys(group.sites, run))
         return base_trace, runs
@@ -245,7 +253,7 @@ class AbstractGuideRun(AutoGuide):
         def posterior(site: str, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
             try:
                 run = runs.get(site)
-                if isinstance(run, JointRun):
+                if isinstance(run, AbstractJointRun):
                     return run.posterior(site, prior, batch_shape)
                 param = SiteParameters(site, self.prefix, predicting, probed=not self._frozen)
                 moments = self._wrapped(self.family(site)).moments(param, prior, batch_shape)

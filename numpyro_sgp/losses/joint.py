@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from numpyro_sgp._internal.predictors import Program, traced
 from numpyro_sgp.distributions.traces import Trace, scaled_log_prob
 from numpyro_sgp.guides.handlers import is_missing_outcome
-from numpyro_sgp.guides.joint import JointRun, expected_reference
+from numpyro_sgp.guides.joint_run import AbstractJointRun, expected_reference
 from numpyro_sgp.guides.model_runs import log_densities
 from numpyro_sgp.losses.predictor_moments import Known, LatentMoments, PredictorMoments, no_effects
 from numpyro_sgp.losses.predictors import Conditional, expected
@@ -67,7 +67,7 @@ class JointExpectation:
 
     def __init__(
         self,
-        run: JointRun,
+        run: AbstractJointRun,
         model_at: Callable[[Mapping[str, Array]], Trace],
         means: Mapping[str, Array],
         latent_term: Callable[[Trace, str], Array],
@@ -219,7 +219,7 @@ class JointExpectation:
         predictor, columns = self.moments.predictor(term, root, known, w)
         if not columns.T.shape[0]:  # u are the values of f at the training inputs: nothing is left unexplained
             return jnp.zeros((), columns.mean.dtype)
-        rest = predictor.prior_covariance(predictor) - jnp.sum(columns.A * columns.A, axis=0)
+        rest = self.run.gaussian.unexplained(predictor.prior_covariance(predictor), columns)
         inputs = self.moments.inputs(term, w)
         numbers = [program.outputs[part] for part in _parts_of(term.name)]
 

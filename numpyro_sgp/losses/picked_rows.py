@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from numpyro_sgp._internal.predictors import Program
 from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
-from numpyro_sgp.guides.joint import Prior
+from numpyro_sgp.guides.joint_run import Prior
 
 __all__ = ["picked_variance"]
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgp._internal.predictors import Program
-from numpyro_sgp.guides.joint import JointRun
+from numpyro_sgp.guides.joint_run import AbstractJointRun
 from numpyro_sgp.losses.picked_rows import picked_variance
 from numpyro_sgp.losses.predictors import Conditional
 from numpyro_sgp.losses.terms import Root, Term
@@ -51,7 +51,7 @@ def _flat(predictor: Predictor, variance: Array) -> tuple[Array, ...]:
     return predictor.k.reshape(predictor.k.shape[0], -1), variance.ravel(), c.ravel(), index.ravel()
 
 
-def no_effects(run: JointRun) -> dict[str, Array]:
+def no_effects(run: AbstractJointRun) -> dict[str, Array]:
     """Effects of groups at zero, where they have a block of their own."""
     effects = run.group.effects
     return {} if effects is None else {effects: jnp.zeros(run.effect_shape, run.dtype)}
@@ -66,7 +66,7 @@ class PredictorMoments:
         means: E[f] of the prior at the model's inputs, by GP site.
     """
 
-    def __init__(self, run: JointRun, program: Program, means: Mapping[str, Array]) -> None:
+    def __init__(self, run: AbstractJointRun, program: Program, means: Mapping[str, Array]) -> None:
         self.run, self.program, self.means = run, program, means
 
     def of(self, terms: list[Term], own: list[str]) -> tuple[LatentMoments, list[Known], Array]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpyro_sgp._internal.axis_dependence import MIXED, axes_of
 from numpyro_sgp._internal.predictors import Program
 from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
-from numpyro_sgp.guides.joint import JointRun
+from numpyro_sgp.guides.joint_run import AbstractJointRun
 
 __all__ = ["Root", "Term", "Terms"]
 
@@ -83,7 +83,7 @@ class Terms:
         program: the terms as functions of its members.
     """
 
-    def __init__(self, run: JointRun, program: Program) -> None:
+    def __init__(self, run: AbstractJointRun, program: Program) -> None:
         self.run, self.program = run, program
 
     def term(self, name: str) -> Term:

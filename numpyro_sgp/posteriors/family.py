@@ -58,7 +58,10 @@ class AbstractPosteriorFamily(ABC):
 
     @property
     def joins(self) -> str | None:
-        """How sites of one Gaussian over several GPs and latents are held: "projected", "whitened", or None."""
+        """How sites of one Gaussian over GPs and latents are held: "projected", "whitened", "times", or None.
+
+        "times" is for one GP site of one latent.
+        """
         return None
 
     @property

@@ -35,6 +35,7 @@ __all__ = [
     "Perturbation",
     "Perturbed",
     "TiedSites",
+    "TimeSites",
     "floored_matrix",
     "perturb_kl",
     "perturb_marginals",
@@ -241,6 +242,33 @@ class DatumSites(AbstractSites):
     @property
     def fixed_X(self) -> Array:
         """The training inputs, as data: without a gradient, whatever optimizer holds the sites."""
+        return jax.lax.stop_gradient(self.X)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TimeSites(AbstractSites):
+    """Sites of f at its times beside those of latents w in one Gaussian, exp(λ₁ᵀf − ½ fᵀdiag(p) f − fᵀCᵀw).
+
+    Args:
+        lambda1: λ₁, (N,).
+        Lambda2: p in the first column, Cᵀ in the others, (N, 1 + P).
+        X: the training inputs, (N, 1); data, not trained.
+    """
+
+    lambda1: Array
+    Lambda2: Array
+    X: Array
+
+    @classmethod
+    def zeros(cls, num_latents: int, X: Array) -> "TimeSites":
+        """Sites that change nothing, beside P latents."""
+        N = X.shape[0]
+        return cls(jnp.zeros(N, X.dtype), jnp.zeros((N, 1 + num_latents), X.dtype), own_copy(X))
+
+    @property
+    def fixed_X(self) -> Array:
+        """The training inputs, as data."""
         return jax.lax.stop_gradient(self.X)
 
 

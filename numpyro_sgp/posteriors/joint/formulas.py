@@ -26,9 +26,16 @@ from numpyro_sgp.math.products import matmul, matvec
 from numpyro_sgp.posteriors.dual.formulas import natural_mean_and_root, natural_whitened
 from numpyro_sgp.posteriors.dual.tied import tied, tied_mean_and_root
 from numpyro_sgp.posteriors.joint.effects import Eliminated, Loading, eliminated
-from numpyro_sgp.posteriors.joint.predictors import AbstractJointGaussian, Columns, Rows
+from numpyro_sgp.posteriors.joint.predictors import (
+    AbstractJointGaussian,
+    Columns,
+    Rows,
+    floored,
+    perturbed_covariance,
+    shared_effect,
+)
 from numpyro_sgp.posteriors.moments import joined, roots_of, whiten
-from numpyro_sgp.posteriors.natural_parameters import Perturbed, floored_matrix, perturb_kl, perturb_marginals
+from numpyro_sgp.posteriors.natural_parameters import Perturbed, perturb_kl, perturb_marginals
 
 __all__ = ["JointGaussian", "gaussian_prior", "stacked"]
 
@@ -193,7 +200,7 @@ class JointGaussian(AbstractJointGaussian):
         if self.effects is None:
             return result
         precision = 1.0 / self.effect_variance + value_of(self.effects).Lambda2[:, 0]
-        return result + _shared_effect(one, other) / precision[one.index]
+        return result + shared_effect(one, other) / precision[one.index]
 
     def covariance(self, one: Columns, other: Columns, prior: ArrayLike, *, perturbed: bool = True) -> Array:
         result = jnp.asarray(prior) - jnp.sum(one.A * other.A, axis=0) + self.explained(one, other)
@@ -202,28 +209,11 @@ class JointGaussian(AbstractJointGaussian):
     def perturbation_of_covariance(self, one: Columns, other: Columns) -> Array:
         if not isinstance(self.value, Perturbed):
             return jnp.zeros((), one.mean.dtype)
-        both, one, other = jax.lax.stop_gradient((_shared_effect(one, other), one, other))
-        epsilon1, epsilon2 = self.value.zero.epsilon1, self.value.zero.epsilon2
-        # Symmetric, so that its gradient is.
-        moved = jnp.tensordot(0.5 * (epsilon2 + epsilon2.T), other.h, axes=1)
-        second = jnp.sum(one.h * moved, axis=0)
-        first = [jnp.tensordot(epsilon1, each.h, axes=1) for each in (one, other)]
-        if self.effects is not None:
-            zero = self.effects.zero
-            first = [
-                value + each.coefficient * zero.epsilon1[each.index]
-                for value, each in zip(first, (one, other), strict=True)
-            ]
-            crossed = [
-                a.coefficient * jnp.sum(b.h * jnp.moveaxis(zero.epsilon2[a.index, 1:], -1, 0), axis=0)
-                for a, b in ((one, other), (other, one))
-            ]
-            second = second + 0.5 * (crossed[0] + crossed[1]) + both * zero.epsilon2[one.index, 0]
-        return second - one.mean * first[1] - other.mean * first[0]
+        effects = None if self.effects is None else self.effects.zero
+        return perturbed_covariance(self.value.zero, effects, one, other)
 
     def floored(self, perturbation: Array) -> Array:
-        floor = self.value.zero.floor if isinstance(self.value, Perturbed) else None
-        return perturbation if floor is None else floored_matrix(perturbation, floor)
+        return floored(self.value, perturbation)
 
     def whitened(self) -> tuple[Array, Array, Array]:
         """L with L Lᵀ = K, and mean (D,) and root (D, D) of the covariance of L⁻¹z."""
@@ -252,11 +242,6 @@ class JointGaussian(AbstractJointGaussian):
         own = jnp.eye(C, dtype=rows.Kuf.dtype)[:, None, :, None] * rows.Kuf[:, :, None, :]
         own = own.reshape(C * M, C * N)
         return jnp.zeros((self.K.shape[0], C * N), own.dtype).at[start : start + C * M].set(own)
-
-
-def _shared_effect(one: Columns, other: Columns) -> Array:
-    """The coefficients of the effect of a group that two predictors share, multiplied."""
-    return jnp.where(one.index == other.index, one.coefficient * other.coefficient, 0.0)
 
 
 def gaussian_prior(precision: Array, linear: Array) -> tuple[Array, Array]:

@@ -13,8 +13,18 @@ import numpy as np
 from numpyro_sgp.math.products import matmul
 from numpyro_sgp.posteriors.joint.effects import Loading
 from numpyro_sgp.posteriors.moments import standard_deviation
+from numpyro_sgp.posteriors.natural_parameters import Perturbation, Perturbed, floored_matrix
 
-__all__ = ["AbstractJointGaussian", "Columns", "Predictor", "Rows", "prior_covariance"]
+__all__ = [
+    "AbstractJointGaussian",
+    "Columns",
+    "Predictor",
+    "Rows",
+    "floored",
+    "perturbed_covariance",
+    "prior_covariance",
+    "shared_effect",
+]
 
 
 class Rows(NamedTuple):
@@ -100,6 +110,15 @@ class AbstractJointGaussian(ABC):
     @abstractmethod
     def explained(self, one: Columns, other: Columns) -> Array:
         """What of Cov(η, η') z and the effects of groups explain, of predictors whose axes broadcast."""
+
+    def unexplained(self, prior: Array, columns: Columns) -> Array:
+        """What z leaves of the prior variances of predictors, (...).
+
+        Args:
+            prior: these, without the effects of groups.
+            columns: their moments.
+        """
+        return prior - jnp.sum(columns.A * columns.A, axis=0)
 
     @abstractmethod
     def covariance(self, one: Columns, other: Columns, prior: ArrayLike, *, perturbed: bool = True) -> Array:
@@ -217,6 +236,44 @@ def _of_all_rows(push: Callable[[Array], Array], K: Array, size: int) -> tuple[A
     J = jax.vmap(push)(jnp.eye(C * N, dtype=K.dtype).reshape(C * N, C, N))
     KJ = matmul(K, J.reshape(C, N, -1)).reshape(J.shape)
     return J, KJ
+
+
+def shared_effect(one: Columns, other: Columns) -> Array:
+    """The coefficients of the effect of a group that two predictors share, multiplied."""
+    return jnp.where(one.index == other.index, one.coefficient * other.coefficient, 0.0)
+
+
+def perturbed_covariance(zero: Perturbation, effects: Perturbation | None, one: Columns, other: Columns) -> Array:
+    """What Cov(η, η') changes by with a perturbation of the expectation parameters: zero.
+
+    Args:
+        zero: of those of z.
+        effects: of those of effects of groups, and between these and z; None where there are none.
+        one: predictors η.
+        other: predictors η', whose axes broadcast with theirs.
+    """
+    both, one, other = jax.lax.stop_gradient((shared_effect(one, other), one, other))
+    # Symmetric, so that its gradient is.
+    moved = jnp.tensordot(0.5 * (zero.epsilon2 + zero.epsilon2.T), other.h, axes=1)
+    second = jnp.sum(one.h * moved, axis=0)
+    first = [jnp.tensordot(zero.epsilon1, each.h, axes=1) for each in (one, other)]
+    if effects is not None:
+        first = [
+            value + each.coefficient * effects.epsilon1[each.index]
+            for value, each in zip(first, (one, other), strict=True)
+        ]
+        crossed = [
+            a.coefficient * jnp.sum(b.h * jnp.moveaxis(effects.epsilon2[a.index, 1:], -1, 0), axis=0)
+            for a, b in ((one, other), (other, one))
+        ]
+        second = second + 0.5 * (crossed[0] + crossed[1]) + both * effects.epsilon2[one.index, 0]
+    return second - one.mean * first[1] - other.mean * first[0]
+
+
+def floored(value: Any, perturbation: Array) -> Array:
+    """The perturbation of covariances, (..., F, F), with the floor of the direction that sites are asked for."""
+    floor = value.zero.floor if isinstance(value, Perturbed) else None
+    return perturbation if floor is None else floored_matrix(perturbation, floor)
 
 
 class Predictor(NamedTuple):

@@ -37,7 +37,7 @@ class Smoothed:
 
     Attributes:
         mean: (..., N).
-        variance: (..., N).
+        variance: (..., N), with axes of length 1 where λ₁ alone has them.
         log_normaliser: log Z, (...).
     """
 
@@ -170,9 +170,14 @@ def smoothed(
     """
     h = jnp.asarray(model.h, lambda1.dtype)
     P = model.covariance
-    batch = jnp.broadcast_shapes(P.shape[:-2], lambda1.shape[:-1], precision.shape[:-1])
-    lambda1, w = (jnp.broadcast_to(each, (*batch, each.shape[-1])) for each in (lambda1, precision))
-    P = jnp.broadcast_to(P, (*batch, *P.shape[-2:]))
+    # Covariances do not depend on λ₁.
+    of_covariance = jnp.broadcast_shapes(P.shape[:-2], precision.shape[:-1])
+    batch = jnp.broadcast_shapes(of_covariance, lambda1.shape[:-1])
+    of_covariance = (1,) * (len(batch) - len(of_covariance)) + of_covariance
+    lambda1 = jnp.broadcast_to(lambda1, (*batch, lambda1.shape[-1]))
+    w = jnp.broadcast_to(precision, (*of_covariance, precision.shape[-1]))
+    P = jnp.broadcast_to(P, (*of_covariance, *P.shape[-2:]))
+    m = jnp.zeros((*batch, P.shape[-1]), P.dtype)
     interval = interval.at[0].set(0.0)
     if parallel:
         if lambda1.dtype != jnp.float64:
@@ -181,12 +186,12 @@ def smoothed(
                 "outcomes. Call `numpyro.enable_x64()`, or leave `parallel` out."
             )
             raise ValueError(msg)
-        return _smoothed_in_parallel(model, h, P, interval, lambda1, w)
+        return _smoothed_in_parallel(model, h, m, P, interval, lambda1, w)
     blocks = _chunks(interval, lambda1, w)
 
     def steps(interval: Array) -> tuple[Array, Array]:
         A, Q = model.transition(interval), model.noise(interval)
-        A, Q = (jnp.broadcast_to(each, (*batch, *each.shape[-3:])) for each in (A, Q))
+        A, Q = (jnp.broadcast_to(each, (*of_covariance, *each.shape[-3:])) for each in (A, Q))
         return _first_axis(A, -3), _first_axis(Q, -3)
 
     def filtered(state: tuple[Array, Array], block: tuple, kept: int) -> tuple[tuple[Array, Array], Any]:
@@ -210,16 +215,15 @@ def smoothed(
         _, updates = filtered(start, block, 0)
         return lax.scan(lambda state, update: _backward(state, update, h), state, updates, reverse=True)
 
-    m = jnp.zeros(P.shape[:-1], P.dtype)
     _, (starts, log_z) = lax.scan(forwards, (m, P), blocks)
     _, found = lax.scan(backwards, (jnp.zeros_like(m), jnp.zeros_like(P)), (starts, blocks), reverse=True)
     N = interval.shape[0]
-    mean, variance = (jnp.moveaxis(x.reshape(-1, *batch)[:N], 0, -1) for x in found)
+    mean, variance = (jnp.moveaxis(x.reshape(-1, *x.shape[2:])[:N], 0, -1) for x in found)
     return Smoothed(mean, variance, jnp.sum(log_z, axis=0))
 
 
 def _smoothed_in_parallel(
-    model: AbstractStateSpace, h: Array, P: Array, interval: Array, lambda1: Array, w: Array
+    model: AbstractStateSpace, h: Array, m: Array, P: Array, interval: Array, lambda1: Array, w: Array
 ) -> Smoothed:
     batch, d = P.shape[:-2], P.shape[-1]
     A, Q = model.transition(interval), model.noise(interval)
@@ -251,8 +255,8 @@ def _smoothed_in_parallel(
         J = matmul(matmul(IF, J2), F1) + J1
         return matmul(FI, F1), b, 0.5 * (S + _transposed(S)), eta, 0.5 * (J + _transposed(J))
 
-    _, m, P_after, _, _ = lax.associative_scan(after, elements)
-    m_before = jnp.concatenate([jnp.zeros_like(m[:1]), m[:-1]])
+    _, m_after, P_after, _, _ = lax.associative_scan(after, elements)
+    m_before = jnp.concatenate([m[None], m_after[:-1]])
     P_before = jnp.concatenate([jnp.zeros_like(P_after[:1]), P_after[:-1]])
     m_before = matvec(from_before, m_before)
     P_before = matmul(matmul(from_before, P_before), _transposed(from_before)) + Q

@@ -6,6 +6,7 @@ from typing import Any
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
+from numpyro_sgp.guides.members import Joint
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
 from numpyro_sgp.posteriors.markov.family import Markov
 
@@ -29,8 +30,11 @@ class AutoMarkovGP(AbstractAutoSparseGP):
         parallel: run over time by associative scans, in log N rounds, with all states in memory. They need float64.
             None takes them where the default backend is an accelerator and the inputs are float64.
         base: guide for the other latents: an autoguide class, or a guide. A class starts a latent at what was observed
-            of it, if it is the location of an outcome, and near its prior median otherwise. They are independent of f
-            in the posterior: give a level that f could take over a `Constant` kernel, as a part of f.
+            of it, if it is the location of an outcome, and near its prior median otherwise.
+        joint: which other latents have one joint Gaussian with a GP site: "auto" for all that meet it in a term of the
+            model, False for none, or a tuple of names. A step smooths once more for each number in them. Latents that a
+            kernel or a prior mean depends on stay with `base`, and so do those of a guide of your own or of
+            `AutoDelta`. Functions that meet in a term are one site, with the sum of their kernels.
         prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
 
     Raises:
@@ -63,13 +67,14 @@ class AutoMarkovGP(AbstractAutoSparseGP):
         num_harmonics: int = 8,
         parallel: bool | None = None,
         base: Any = AutoNormal,
+        joint: Joint = "auto",
         prefix: str = "auto",
     ) -> None:
         if num_harmonics < 1:
             msg = f"`num_harmonics` must be at least 1, got {num_harmonics}. The default is 8."
             raise ValueError(msg)
         self._markov = Markov(num_harmonics, parallel)
-        super().__init__(model, base=base, prefix=prefix, joint=False)
+        super().__init__(model, base=base, prefix=prefix, joint=joint)
 
     def family(self, site: str) -> AbstractPosteriorFamily:
         del site

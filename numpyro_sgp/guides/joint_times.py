@@ -1,0 +1,117 @@
+"""The joint Gaussian of a function of time and other latents in one run of the guide."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+from jax import Array
+import jax.numpy as jnp
+
+from numpyro_sgp._internal.probed import value_of
+from numpyro_sgp.distributions.gaussian_process import GaussianProcess
+from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
+from numpyro_sgp.distributions.traces import Trace
+from numpyro_sgp.distributions.wrappers import unwrap
+from numpyro_sgp.guides.joint_run import AbstractJointRun
+from numpyro_sgp.guides.members import Group
+from numpyro_sgp.guides.parameters import SiteParameters
+from numpyro_sgp.kernels.functional import same_rows
+from numpyro_sgp.math.products import matmul, matvec
+from numpyro_sgp.posteriors.family import is_initial
+from numpyro_sgp.posteriors.markov.family import Markov, check_times
+from numpyro_sgp.posteriors.markov.joint import JointCovariance, MarkovJoint, markers
+from numpyro_sgp.posteriors.markov.timeline import MarkovCovariance
+from numpyro_sgp.posteriors.moments import Moments
+from numpyro_sgp.posteriors.natural_parameters import JointSites, Perturbed, TimeSites
+
+__all__ = ["MarkovRun"]
+
+
+class MarkovRun(AbstractJointRun):
+    """A joint Gaussian over a function of time and latents, in one run of the guide."""
+
+    def __init__(
+        self, group: Group, trace: Trace, model: Callable[[], Any], family: Markov, prefix: str, predicting: bool
+    ) -> None:
+        super().__init__(group, trace, model)
+        (site,) = group.sites
+        prior: Any = unwrap(trace[site]["fn"])
+        check_times(prior)
+        B = matmul(self.prior_root, self.prior_root.T)
+
+        def start(rng_key: Array) -> JointSites:
+            zeros = JointSites.zeros((), self.num_latents, self.dtype)
+            w = self._initial(trace, self.prior_mean, rng_key) - self.prior_mean
+            return self._start(zeros, w, B, projected=True)
+
+        param = SiteParameters(site, prefix, predicting)
+        value = param("joint_sites", start)
+        sites = param("sites", lambda _: TimeSites.zeros(self.num_latents, prior.X))
+        training, self._line = isinstance(sites, Perturbed), None
+        family.check_kernel(prior)
+        if not is_initial(param, "sites"):
+            self._line = family.timeline(prior, value_of(sites), training=training)
+        variance = prior.kernel(prior.X)
+        self.rows[site] = markers(variance)
+        # Other times than those of the sites, or another order of them: a training step is refused.
+        self._same = jnp.asarray(value_of(sites).X.shape == prior.X.shape and same_rows(value_of(sites).X, prior.X))
+        gaussian = MarkovJoint.of(value, sites, self._line, variance, self.prior_mean, self.prior_root, site)
+        if training:
+            m = jnp.where(self._same, gaussian.f[0], jnp.nan)
+            gaussian = dataclasses.replace(gaussian, f=(m, gaussian.f[1]))
+        self.gaussian = gaussian
+        self._draw_latents()
+        self.latents = self._latents_at(model, trace)
+
+    def posterior(self, site: str, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
+        del site
+        gaussian = self.gaussian
+        of_w = matmul(gaussian.S_sqrt.T, gaussian.G)
+        mean = gaussian.given(gaussian.mean)
+        variance = gaussian.f[1] + jnp.sum(of_w * of_w, axis=0)
+        covariance = None if self._line is None else JointCovariance(self._given_latents(), of_w)
+        q = SparsePosterior(prior, Moments(mean, variance, gaussian.kl, covariance), batch_shape)
+        q.joint_run = self
+        return q
+
+    def _given_latents(self) -> MarkovCovariance:
+        assert self._line is not None
+        sites = value_of(self.gaussian.sites)
+        return MarkovCovariance(self._line, *self._line.in_order(sites.lambda1, sites.Lambda2[:, 0]))
+
+    def draw(self, site: str, q: SparsePosterior, rng_key: Array, *, joint: bool) -> Array:
+        del site
+        covariance = self._given_latents() if joint else None
+        given = Moments(self.gaussian.given(self.v), self.gaussian.f[1], q.moments.kl, covariance)
+        self._f = SparsePosterior(q.prior, given, joint=joint).sample(rng_key) - q.prior.prior_mean
+        return self._f + q.prior.prior_mean
+
+    def log_ratio(self, site: str, batch_shape: tuple[int, ...]) -> Array:
+        """The log ratio log q(f, w) − log p(f) − log r(w) at the draw, NaN where that is not at the times of the sites.
+
+        It is the logarithm of the sites there, less what is expected of that, and the divergence.
+        """
+        del site, batch_shape
+        gaussian = self.gaussian
+        sites, own = value_of(gaussian.sites), value_of(gaussian.value)
+        if sites.X.shape[0] != self._f.shape[-1]:
+            return jnp.full((), jnp.nan, self._f.dtype)
+        p, C = sites.Lambda2[:, 0], sites.Lambda2[:, 1:].T
+
+        def log_sites(f: Array, w: Array) -> Array:
+            of_f = jnp.sum(sites.lambda1 * f - 0.5 * p * f * f - f * matvec(C.T, w))
+            return of_f + own.lambda1 @ w - 0.5 * w @ matvec(own.Lambda2, w)
+
+        mean, S_sqrt, G = gaussian.mean, gaussian.S_sqrt, gaussian.G
+        # The quadratic part is expected at the covariance.
+        T, of_w = matmul(gaussian.L, S_sqrt), matmul(S_sqrt.T, G)
+        second = gaussian.f[1] + jnp.sum(of_w * of_w, axis=0)
+        quadratic = jnp.sum(p * second) + jnp.sum(T * matmul(own.Lambda2, T)) - 2.0 * jnp.sum(C * matmul(T, of_w))
+        expected = log_sites(gaussian.given(mean), matvec(gaussian.L, mean)) - 0.5 * quadratic
+        ratio = log_sites(self._f, matvec(gaussian.L, self.v)) - expected + gaussian.kl
+        return jnp.where(self._same, ratio, jnp.nan)
+
+    def given(self, site: str, q: SparsePosterior) -> SparsePosterior:
+        f = self._f
+        moments = Moments(f, jnp.zeros_like(f), self.log_ratio(site, q.batch_shape), None)
+        return SparsePosterior(q.prior, moments, q.batch_shape, joint=False)

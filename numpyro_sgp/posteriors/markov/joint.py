@@ -1,0 +1,221 @@
+"""One Gaussian over a function of time and other latents, by their linear predictors, in O(N).
+
+Let w have the prior N(0, B), and let the sites be exp(λ₁ᵀf − ½ fᵀdiag(p) f − fᵀCᵀw + lᵀw − ½ wᵀΛw), as those of
+predictors η_n = a_n f_n + c_nᵀw are. Given w they are sites of f alone, with λ₁ − Cᵀw. So with m and Σ the mean and
+covariance of f at w = 0, and G = C Σ, which is one more smoothing for each number in w,
+
+    f | w ~ N(m − Gᵀw, Σ),        q(w) ∝ N(0, B) exp((l − C m)ᵀw − ½ wᵀ(Λ − G Cᵀ)w).
+
+The sums l and Λ over the rows are those of linear regression on the covariates, and what is taken from them is what f
+can explain of these.
+"""
+
+import dataclasses
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from numpyro_sgp._internal.probed import value_of
+from numpyro_sgp.math.linalg import solve_lower, solve_lower_transposed
+from numpyro_sgp.math.products import matmul, matvec, matvec_transposed
+from numpyro_sgp.posteriors.dual.formulas import natural_mean_and_root
+from numpyro_sgp.posteriors.joint.effects import Loading
+from numpyro_sgp.posteriors.joint.predictors import (
+    AbstractJointGaussian,
+    Columns,
+    Rows,
+    floored,
+    perturbed_covariance,
+    shared_effect,
+)
+from numpyro_sgp.posteriors.markov.timeline import Timeline
+from numpyro_sgp.posteriors.moments import AbstractCovariance, whiten
+from numpyro_sgp.posteriors.natural_parameters import JointSites, Perturbed, TimeSites, perturb_kl, perturb_marginals
+
+__all__ = ["JointCovariance", "MarkovJoint", "markers"]
+
+
+def markers(kff: Array) -> Rows:
+    """What the columns of a predictor say of f: the coefficient of its row, and that times the number of the row.
+
+    Args:
+        kff: prior variances, (N,).
+    """
+    numbers = jnp.arange(kff.shape[-1], dtype=kff.dtype)
+    return Rows(jnp.stack([jnp.ones_like(numbers), numbers])[None], kff[None])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class JointCovariance(AbstractCovariance):
+    """Cov(f) = Cov(f | w) + Cov(E[f | w]).
+
+    Attributes:
+        given_latents: Cov(f | w).
+        T: a root of the other term, (P, N).
+    """
+
+    given_latents: AbstractCovariance
+    T: Array
+
+    @property
+    def num_noise(self) -> int | None:
+        return None
+
+    def given_inducing(self, Kff: Array) -> Array:
+        return self.given_latents.given_inducing(Kff) + matmul(self.T.T, self.T)
+
+    def of_inducing(self) -> Array | None:
+        return None
+
+    def variance_of_inducing(self) -> Array | None:
+        return None
+
+    def deviation(self, noise: Array) -> Array:
+        raise NotImplementedError
+
+    def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array | None:
+        of_w, of_f = jax.random.split(rng_key)
+        rest = self.given_latents.draw_deviations(of_f, shape)
+        noise = jax.random.normal(of_w, (*shape[:-1], self.T.shape[0]), self.T.dtype)
+        return None if rest is None else rest + matmul(noise, self.T)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MarkovJoint(AbstractJointGaussian):
+    """q(f, w), by what the smoother says of f at the rows of the model.
+
+    Attributes:
+        value: sites of w, (P,) and (P, P), perturbed or not.
+        sites: those of f and between the two, perturbed or not.
+        L: Cholesky factor of B, (P, P).
+        mean: E[v], v = L⁻¹w, (P,).
+        S_sqrt: a root of its covariance, (P, P).
+        f: mean and variance of f given w = 0 at the rows, (N,).
+        G: LᵀG, so that E[f | w] = m − (LᵀG)ᵀv, (P, N).
+        kl: the divergence.
+        offset: prior mean of w, which is centred above, (P,).
+        root: R with R Rᵀ = B, (P, P).
+        effect_variance: of effects of groups: there are none, (0,).
+        spans: where the site begins.
+    """
+
+    value: JointSites | Perturbed
+    sites: TimeSites | Perturbed
+    L: Array
+    mean: Array
+    S_sqrt: Array
+    f: tuple[Array, Array]
+    G: Array
+    kl: Array
+    offset: Array
+    root: Array
+    effect_variance: Array
+    spans: dict[str, tuple[int, int, int]] = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(
+        cls,
+        value: JointSites | Perturbed,
+        sites: TimeSites | Perturbed,
+        line: Timeline | None,
+        prior_variance: Array,
+        offset: Array,
+        root: Array,
+        site: str,
+    ) -> "MarkovJoint":
+        """From sites.
+
+        Args:
+            value: sites of w.
+            sites: those of f and between the two.
+            line: the times; None for sites of f that are zero.
+            prior_variance: of f at the rows, (N,).
+            offset: prior mean of w, (P,).
+            root: of its prior covariance, (P, P).
+            site: name of the GP site.
+        """
+        of_w, of_f = value_of(value), value_of(sites)
+        L, _ = whiten(matmul(root, root.T), root[:, :0])
+        linear, precision = of_w.lambda1, of_w.Lambda2
+        lambda1, p, C = of_f.lambda1, of_f.Lambda2[:, 0], of_f.Lambda2[:, 1:].T
+        if line is None:
+            m, variance, G, rows = lambda1, prior_variance, C, slice(None)
+            log_z = jnp.zeros((), m.dtype)
+        else:
+            lambda1, p, C = line.in_order(lambda1, p, C)
+            known, rows = line.smoothed(jnp.concatenate([lambda1[None], C]), p), line.rows
+            m, G = known.mean[0], known.mean[1:]
+            variance, log_z = known.variance[0], known.log_normaliser[0]
+        linear, precision = linear - matvec(C, m), precision - matmul(C, G.T)
+        of_v = matvec(L.T, linear)
+        mean, S_sqrt = natural_mean_and_root(of_v, matmul(matmul(L.T, 0.5 * (precision + precision.T)), L))
+        log_z = log_z + 0.5 * of_v @ mean + jnp.sum(jnp.log(jnp.diagonal(S_sqrt)))
+        # E[log sites], at all times.
+        w, T = matvec(L, mean), matmul(L, S_sqrt)
+        turned = matmul(T.T, G)
+        f = m - matvec_transposed(G, w)
+        second = variance + jnp.sum(turned * turned, axis=0) + f * f
+        crossed = f * w[:, None] - matmul(T, turned)
+        of_rows = jnp.sum(lambda1 * f - 0.5 * p * second) - jnp.sum(C * crossed)
+        own = of_w.lambda1 @ w - 0.5 * (w @ matvec(of_w.Lambda2, w) + jnp.sum(T * matmul(of_w.Lambda2, T)))
+        f, G = (m[rows], variance[rows]), matmul(L.T, G[:, rows])
+        none, spans = jnp.zeros(0, offset.dtype), {site: (0, 1, 2)}
+        return cls(value, sites, L, mean, S_sqrt, f, G, of_rows + own - log_z, offset, root, none, spans)
+
+    @property
+    def size(self) -> int:
+        return 2 + self.num_latents
+
+    def whitened(self) -> tuple[Array, Array, Array]:
+        """L with L Lᵀ = B, and mean (P,) and root (P, P) of the covariance of L⁻¹w."""
+        return self.L, self.mean, self.S_sqrt
+
+    def given(self, v: Array) -> Array:
+        """E[f | w] at the rows, w = L v: (N,)."""
+        return self.f[0] - matvec_transposed(self.G, v)
+
+    def posterior(self, k: Array, variance: Array, loading: Loading | None = None) -> tuple[Columns, Array]:
+        del variance, loading  # of u that leaves something of f unexplained, and of effects beside w
+        a = k[0]
+        row = jnp.rint(jax.lax.stop_gradient(k[1] / jnp.where(a == 0.0, 1.0, a))).astype(int)
+        A = solve_lower(self.L, k[2:])
+        h = jax.lax.stop_gradient(solve_lower_transposed(self.L, A))
+        d = A - a * self.G[:, row]
+        mean = a * self.f[0][row] + matvec_transposed(d, self.mean)
+        T = matmul(self.S_sqrt.T, d)
+        variance = a * a * self.f[1][row] + jnp.sum(T * T, axis=0)
+        kl, unperturbed = self.kl, variance
+        if isinstance(self.value, Perturbed):
+            assert isinstance(self.sites, Perturbed)
+            kl = perturb_kl(self.value.zero, self.value.value, kl)
+            kl = perturb_kl(self.sites.zero, self.sites.value, kl)
+            c, zero = jax.lax.stop_gradient(a), self.sites.zero
+            quadratic = c * c * zero.epsilon2[row, 0] + c * jnp.sum(h * zero.epsilon2[row, 1:].T, axis=0)
+            extra = c * zero.epsilon1[row], quadratic
+            mean, variance = perturb_marginals(self.value, h, mean, variance, extra=extra)
+        return Columns(mean, variance, A, T, h, a, row, unperturbed), kl
+
+    def explained(self, one: Columns, other: Columns) -> Array:
+        return jnp.sum(one.T * other.T, axis=0) + shared_effect(one, other) * self.f[1][one.index]
+
+    def unexplained(self, prior: Array, columns: Columns) -> Array:
+        del columns
+        return jnp.zeros_like(prior)
+
+    def covariance(self, one: Columns, other: Columns, prior: ArrayLike, *, perturbed: bool = True) -> Array:
+        del prior  # of f, and so all of it is explained
+        result = self.explained(one, other)
+        return result + self.perturbation_of_covariance(one, other) if perturbed else result
+
+    def perturbation_of_covariance(self, one: Columns, other: Columns) -> Array:
+        if not isinstance(self.value, Perturbed):
+            return jnp.zeros((), one.mean.dtype)
+        assert isinstance(self.sites, Perturbed)
+        return perturbed_covariance(self.value.zero, self.sites.zero, one, other)
+
+    def floored(self, perturbation: Array) -> Array:
+        return floored(self.value, perturbation)

@@ -1,0 +1,114 @@
+"""A process at the times of its sites and of the rows that are asked for, and what its smoother says of these."""
+
+import dataclasses
+import math
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+
+from numpyro_sgp.math.linalg import diagonal
+from numpyro_sgp.posteriors.markov.formulas import Smoothed, smoothed, smoothing_draws
+from numpyro_sgp.posteriors.markov.state_space import AbstractStateSpace
+from numpyro_sgp.posteriors.moments import AbstractCovariance, Moments
+
+__all__ = ["MarkovCovariance", "Timeline"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """A process at times in ascending order.
+
+    Attributes:
+        model: the process.
+        interval: from the time before, (N,).
+        order: where each of them is among the times as they were given, (N,).
+        rows: where in ascending order the rows are that are asked for, (N_rows,).
+        parallel: whether scans are associative.
+    """
+
+    model: AbstractStateSpace
+    interval: Array
+    order: Array
+    rows: Array
+    parallel: bool = dataclasses.field(metadata={"static": True})
+
+    def in_order(self, *values: Array) -> tuple[Array, ...]:
+        """Values at the times of sites, (..., N_sites), which come first as given, at all times in ascending order.
+
+        They are zero at the others.
+        """
+        missing = self.order.shape[0] - values[0].shape[-1]
+        padded = (jnp.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, missing)]) for value in values)
+        return tuple(value[..., self.order] for value in padded)
+
+    def smoothed(self, lambda1: Array, precision: Array) -> Smoothed:
+        """The smoother at all times, in ascending order."""
+        return smoothed(self.model, self.interval, lambda1, precision, parallel=self.parallel)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MarkovCovariance(AbstractCovariance):
+    """The covariance between rows of a process with sites at times in ascending order.
+
+    Attributes:
+        line: the process and its times.
+        lambda1: (..., N).
+        precision: (..., N).
+    """
+
+    line: Timeline
+    lambda1: Array
+    precision: Array
+
+    def moments(self) -> Moments:
+        """Moments at the rows, with the divergence."""
+        q, rows = self.line.smoothed(self.lambda1, self.precision), self.line.rows
+        kl = q.divergence(self.lambda1, self.precision)
+        return Moments(q.mean[..., rows], q.variance[..., rows], kl, self)
+
+    @property
+    def num_noise(self) -> int | None:
+        return None
+
+    def given_inducing(self, Kff: Array) -> Array:
+        """Cov(f), (..., N, N), one smoothing for each row: the mean moves by a column of it with each λ₁."""
+        zeros = jnp.zeros_like(self.lambda1)
+
+        def column(row: Array) -> Array:
+            return self.line.smoothed(zeros.at[..., row].set(1.0), self.precision).mean[..., self.line.rows]
+
+        covariance = jnp.moveaxis(jax.lax.map(column, self.line.rows), 0, -1)
+        # What was added to the prior variances.
+        h = jnp.asarray(self.line.model.h, zeros.dtype)
+        own = jnp.sum(h[:, None] * self.line.model.covariance * h, axis=(-2, -1))
+        extra = diagonal(Kff) - own[..., None]
+        return covariance + extra[..., None] * jnp.eye(Kff.shape[-1], dtype=Kff.dtype)
+
+    def of_inducing(self) -> Array | None:
+        return None
+
+    def variance_of_inducing(self) -> Array | None:
+        return None
+
+    def deviation(self, noise: Array) -> Array:
+        raise NotImplementedError
+
+    def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
+        axes, zeros = self.lambda1.ndim, jnp.zeros_like(self.lambda1)
+        many, batch = shape[: len(shape) - axes], shape[len(shape) - axes : -1]
+        model, interval = self.line.model, self.line.interval
+        d, k, N = model.covariance.shape[-1], model.noise_root(interval[:1]).shape[-1], len(interval)
+
+        def draw(rng_key: Array) -> Array:
+            keys, sizes = jax.random.split(rng_key, 3), ((d,), (N, k), (N,))
+            first, steps, sites = (
+                jax.random.normal(key, (*batch, *size), zeros.dtype) for key, size in zip(keys, sizes, strict=True)
+            )
+            noise = first, steps, sites
+            return smoothing_draws(model, interval, zeros, self.precision, noise)[..., self.line.rows]
+
+        draws = jax.lax.map(draw, jax.random.split(rng_key, math.prod(many)))
+        return draws.reshape(shape)

@@ -1,0 +1,247 @@
+"""`AutoMarkovGP` with latents beside the function of time: one Gaussian over both."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.testing import assert_allclose
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import SVI
+import optax
+import pytest
+
+import numpyro_sgp as sgp
+from numpyro_sgp.kernels import Constant, Linear, Matern32, Select
+
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+
+RNG = np.random.default_rng(0)
+N = 40
+TIMES = RNG.permutation(np.r_[np.sort(RNG.uniform(0.0, 5.0, N - 3)), 2.0, 2.0, 9.0])[:, None]
+# The first covariate follows time, the second does not.
+W = np.c_[np.sin(2.0 * TIMES[:, 0]) + 0.2 * RNG.normal(size=N), RNG.normal(size=N)]
+COUNTS = RNG.poisson(np.exp(0.5 * np.sin(2.0 * TIMES[:, 0]) + 0.7 + W @ [0.2, -0.4])).astype(float)
+NEW = np.linspace(-1.0, 10.0, 7)[:, None], RNG.normal(size=(7, 2))
+
+
+def function_of(t, lengthscale=0.7, **options):
+    return numpyro.sample("f", sgp.GaussianProcess(Matern32(lengthscale, 1.3), t, **options))
+
+
+def effects():
+    level = numpyro.sample("level", dist.Normal(0.3, 2.0))
+    slopes = numpyro.sample("slopes", dist.Normal(0.0, 1.5).expand([2]).to_event(1))
+    return level, slopes
+
+
+def gaussian(t, W, y=None):
+    level, slopes = effects()
+    f = function_of(t, mean=lambda t: 0.1 * t[:, 0])
+    numpyro.sample("y", dist.Normal(2.0 * f + level + W @ slopes, 0.4).to_event(1), obs=y)
+
+
+def counts(t, W, y=None):
+    level, slopes = effects()
+    f = function_of(t, numpyro.param("lengthscale", 0.8, constraint=dist.constraints.positive))
+    predictor = numpyro.deterministic("predictor", f + level + W @ slopes)
+    with numpyro.plate("time", t.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(predictor)), obs=y)
+
+
+def counts_by_one_kernel(t, W, y=None):
+    """The same predictor as one GP, whose kernel has the effects."""
+    lengthscale = numpyro.param("lengthscale", 0.8, constraint=dist.constraints.positive)
+    kernel = Select(Matern32(lengthscale, 1.3), [0]) + Constant(4.0) + Select(Linear(2.25), [1, 2])
+    f = numpyro.sample("f", sgp.GaussianProcess(kernel, jnp.concatenate([t, W], axis=1), mean=0.3))
+    with numpyro.plate("time", t.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
+
+
+def trained(guide, model, y=COUNTS, num_steps=40, step_size=0.7):
+    """Its hyperparameters stay where they start."""
+    svi = SVI(model, guide, sgp.NaturalGradient(step_size, optax.sgd(0.0)), sgp.QuadratureELBO(20))
+    result = svi.run(jax.random.key(0), num_steps, TIMES, W, y, progress_bar=False)
+    assert sgp.num_refused(result.state) == 0
+    return svi, result
+
+
+def test_one_step_is_the_exact_posterior_for_gaussian_noise():
+    y = RNG.normal(size=N) + 0.7 + W @ [0.5, -1.0]
+    guide = sgp.AutoMarkovGP(gaussian)
+    _, result = trained(guide, gaussian, y, num_steps=2, step_size=1.0)
+    q = guide.posterior(jax.random.key(0), result.params, TIMES, W)["f"]
+    # z = (f, level, slopes), and y = J z + noise.
+    K, noise = np.asarray(Matern32(0.7, 1.3)(TIMES, TIMES)), 0.16
+    prior = np.zeros((N + 3, N + 3))
+    prior[:N, :N], prior[N:, N:] = K, np.diag([4.0, 2.25, 2.25])
+    mean = np.r_[0.1 * TIMES[:, 0], 0.3, 0.0, 0.0]
+    J = np.c_[2.0 * np.eye(N), np.ones(N), W]
+    S = J @ prior @ J.T + noise * np.eye(N)
+    gain = np.linalg.solve(S, J @ prior).T
+    mean, covariance, residual = mean + gain @ (y - J @ mean), prior - gain @ J @ prior, y - J @ mean
+    evidence = -0.5 * (residual @ np.linalg.solve(S, residual) + np.linalg.slogdet(2.0 * np.pi * S)[1])
+    assert_allclose(-result.losses[-1], evidence, rtol=1e-12)
+    assert_allclose(q.mean, mean[:N], atol=1e-11)
+    assert_allclose(q.variance, np.diag(covariance)[:N], atol=1e-11)
+    assert_allclose(q.covariance(), covariance[:N, :N], atol=1e-11)
+    parallel = sgp.AutoMarkovGP(gaussian, parallel=True).posterior(jax.random.key(0), result.params, TIMES, W)["f"]
+    assert_allclose([parallel.mean, parallel.variance], [q.mean, q.variance], atol=1e-11)
+    assert_allclose(parallel.kl, q.kl, rtol=1e-11)
+    above = guide.quantiles(result.params, 0.8413447460685429, TIMES, W)  # one standard deviation
+    sd = np.sqrt(np.diag(covariance))
+    assert_allclose(np.r_[above["level"], above["slopes"]], (mean + sd)[N:], atol=1e-10)
+    draws = guide.sample_posterior(jax.random.key(1), result.params, TIMES, W, sample_shape=(5_000,))
+    z = np.concatenate([draws["f"], draws["level"][:, None], draws["slopes"]], axis=1)
+    assert np.max(np.abs(np.cov(z.T) - covariance) / np.outer(sd, sd)) < 0.1
+    assert np.max(np.abs(z.mean(0) - mean) / sd) < 0.07
+
+
+@pytest.fixture(scope="module")
+def runs():
+    with jax.enable_x64(True):
+        pairs = (counts, sgp.AutoMarkovGP(counts)), (counts_by_one_kernel, sgp.AutoTSVGP(counts_by_one_kernel, None))
+        return [(guide, *trained(guide, model)) for model, guide in pairs]
+
+
+def test_bound_and_its_gradient_are_those_of_one_kernel_with_the_effects(runs):
+    found = []
+    for _, svi, result in runs:
+
+        def loss(lengthscale, svi=svi, params=result.params):
+            params = {**params, "lengthscale": lengthscale}
+            return svi.loss.loss(jax.random.key(0), params, svi.model, svi.guide, TIMES, W, COUNTS)
+
+        found.append(jax.jit(jax.value_and_grad(loss))(0.8))
+    assert_allclose(*found, rtol=1e-9)
+
+
+def test_predictions_are_those_of_one_kernel_with_the_effects(runs):
+    (guide, _, own), (dense, _, other) = runs
+    q = dense.posterior(jax.random.key(1), other.params, *NEW)["f"]
+    draws = guide.sample_posterior(jax.random.key(1), own.params, *NEW, sample_shape=(5_000,))["predictor"]
+    sd = np.sqrt(q.variance)
+    assert np.max(np.abs(draws.mean(0) - q.mean) / sd) < 0.07
+    assert np.max(np.abs(np.cov(draws.T) - q.covariance()) / np.outer(sd, sd)) < 0.1
+
+
+def test_diagnostics_are_those_of_one_kernel_with_the_effects(runs):
+    found = []
+    for _, svi, result in runs:
+        loo = sgp.diagnostics.loo_cavity(jax.random.key(1), svi, result.params, TIMES, W, COUNTS)
+        khat = sgp.diagnostics.psis_khat(jax.random.key(1), svi, result.params, TIMES, W, COUNTS, num_samples=500)
+        stats = sgp.to_arviz(jax.random.key(1), svi, result, TIMES, W, COUNTS, num_samples=300)["sample_stats"]
+        assert khat < 0.7
+        found.append((loo, np.asarray(stats["lp"] - stats["log_q"])))
+    pointwise = "elpd_i" if hasattr(found[0][0], "elpd_i") else "loo_i"  # of ArviZ 1, and before
+    assert_allclose(*(getattr(loo, pointwise) for loo, _ in found), rtol=1e-6)
+    # log p − log q has the bound as its mean, and the same spread.
+    for (_, ratio), (_, _, result) in zip(found, runs, strict=True):
+        assert abs(ratio.mean() + result.losses[-1]) < 4.0 * ratio.std() / np.sqrt(ratio.size) + 1e-3
+    assert_allclose(found[0][1].std(), found[1][1].std(), rtol=0.3)
+
+
+def dispersion(t, W, y=None):
+    level, slopes = effects()
+    f = function_of(t, jitter=1e-11)
+    concentration = numpyro.sample("concentration", dist.LogNormal(1.0, 0.5))
+    with numpyro.plate("time", t.shape[0]):
+        numpyro.sample("y", dist.NegativeBinomial2(jnp.exp(f + level + W @ slopes), concentration), obs=y)
+
+
+def noise_with_covariates(t, W, y=None):
+    level, slopes = effects()
+    f = function_of(t, jitter=1e-11)
+    with numpyro.plate("time", t.shape[0]):
+        numpyro.sample("y", dist.Normal(f + level, jnp.exp(W @ slopes)), obs=y)
+
+
+def scaled(t, W, y=None):
+    level = numpyro.sample("level", dist.Normal(0.3, 2.0))
+    scale = numpyro.sample("scale", dist.LogNormal(0.0, 0.3))
+    f = function_of(t, jitter=1e-11)
+    with numpyro.plate("time", t.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(scale * f + level)), obs=y)
+
+
+def two_outcomes(t, W, y=None):
+    level = numpyro.sample("level", dist.Normal(0.3, 2.0))
+    slope = numpyro.sample("slope", dist.Normal(level, 1.0))
+    f = function_of(t, jitter=1e-11)
+    numpyro.sample("z", dist.Normal(2.0 * f - slope, 0.5).to_event(1), obs=None if y is None else y - 1.0)
+    with numpyro.plate("time", t.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(f + level)), obs=y)
+
+
+def groups(t, W, y=None):
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    with numpyro.plate("group", 9):
+        effect = numpyro.sample("effect", dist.Normal(0.0, scale))
+    f = function_of(t, jitter=1e-11)
+    with numpyro.plate("time", t.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(f + effect[jnp.arange(t.shape[0]) % 9])), obs=y)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        dispersion,
+        two_outcomes,
+        pytest.param(noise_with_covariates, marks=pytest.mark.thorough),
+        pytest.param(scaled, marks=pytest.mark.thorough),
+        pytest.param(groups, marks=pytest.mark.thorough),
+    ],
+)
+def test_every_model_has_the_joint_posterior_over_inducing_inputs_at_all_times(model):
+    keep = np.arange(N) != int(np.flatnonzero(TIMES[:, 0] == 2.0)[0])  # inducing inputs that are distinct
+    times, covariates, y = TIMES[keep], W[keep], COUNTS[keep]
+    found = []
+    for guide in (sgp.AutoMarkovGP(model), sgp.AutoTSVGP(model, times)):
+        svi = SVI(model, guide, sgp.NaturalGradient(0.5, optax.adam(0.02)), sgp.QuadratureELBO(20))
+        result = svi.run(jax.random.key(0), 20, times, covariates, y, progress_bar=False)
+        new = guide.posterior(jax.random.key(1), result.params, *NEW)["f"]
+        found.append((result.losses, new.mean, new.variance, guide.quantiles(result.params, 0.8, times, covariates)))
+    (losses, *own, quantiles), (other_losses, *other, other_quantiles) = found
+    assert_allclose(losses, other_losses, rtol=1e-8)
+    assert_allclose(own, other, atol=1e-7)
+    for name, value in quantiles.items():
+        assert_allclose(value, other_quantiles[name], atol=1e-7, err_msg=name)
+
+
+def test_independent_effects_can_be_asked_for():
+    guide = sgp.AutoMarkovGP(counts, joint=False)
+    _, result = trained(guide, counts)
+    assert not guide.joint_groups(result.params)
+    assert "level_auto_loc" in result.params
+
+
+def test_rows_of_other_times_are_refused():
+    guide = sgp.AutoMarkovGP(counts)
+    svi = SVI(counts, guide, sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
+    state = svi.init(jax.random.key(0), TIMES, W, COUNTS)
+    state, _ = jax.jit(svi.update)(state, TIMES[::-1], W, COUNTS)
+    assert sgp.num_refused(state) == 1
+    with pytest.raises(ValueError, match="Give all times at every step"):
+        svi.update(state, TIMES[:20], W[:20], COUNTS[:20])
+
+
+@pytest.mark.parametrize("method", ["condition", "remove"])
+def test_new_outcomes_beside_joint_latents_are_refused(runs, method):
+    guide, _, result = runs[0]
+    with pytest.raises(TypeError, match="joint=False"):
+        getattr(guide, method)(result.params, *NEW, np.ones(7))
+
+
+def two_functions(t, W, y=None):
+    level = numpyro.sample("level", dist.Normal(0.3, 2.0))
+    f = function_of(t)
+    g = numpyro.sample("g", sgp.GaussianProcess(Matern32(3.0), t))
+    numpyro.sample("y", dist.Normal(f + g + level, 0.4).to_event(1), obs=y)
+
+
+def test_several_functions_in_a_term_stay_independent_and_say_so():
+    run = SVI(two_functions, sgp.AutoMarkovGP(two_functions), optax.adam(0.1), sgp.QuadratureELBO()).init
+    with pytest.warns(UserWarning, match="the sum of their kernels"):
+        run(jax.random.key(0), TIMES, W, COUNTS)
+    guide = sgp.AutoMarkovGP(two_functions, joint=("f", "g", "level"))
+    with pytest.raises(ValueError, match="the sum of their kernels"):
+        SVI(two_functions, guide, optax.adam(0.1), sgp.QuadratureELBO()).init(jax.random.key(0), TIMES, W, COUNTS)
