@@ -90,6 +90,8 @@ def test_one_step_is_the_exact_posterior_for_gaussian_noise():
     above = guide.quantiles(result.params, 0.8413447460685429, TIMES, W)  # one standard deviation
     sd = np.sqrt(np.diag(covariance))
     assert_allclose(np.r_[above["level"], above["slopes"]], (mean + sd)[N:], atol=1e-10)
+    samples = q.sample(jax.random.key(2), (5_000,))
+    assert np.max(np.abs(np.cov(samples.T) - q.covariance()) / np.outer(sd[:N], sd[:N])) < 0.1
     draws = guide.sample_posterior(jax.random.key(1), result.params, TIMES, W, sample_shape=(5_000,))
     z = np.concatenate([draws["f"], draws["level"][:, None], draws["slopes"]], axis=1)
     assert np.max(np.abs(np.cov(z.T) - covariance) / np.outer(sd, sd)) < 0.1
