@@ -57,6 +57,8 @@ from numpyro_sgp.posteriors.markov.guide import AutoMarkovGP
 from numpyro_sgp.posteriors.process import ProcessPosterior, process_posterior
 from numpyro_sgp.posteriors.quadruply_stochastic.family import QuadruplyStochastic
 from numpyro_sgp.posteriors.quadruply_stochastic.guide import AutoQSGP, RelevantVectors
+from numpyro_sgp.posteriors.vecchia.family import Vecchia
+from numpyro_sgp.posteriors.vecchia.guide import AutoVecchiaGP
 from numpyro_sgp.posteriors.weight_space.guide import AutoWeightSpaceGP, WeightSpace
 from numpyro_sgp.posteriors.whitened.guide import AutoSVGP, NaturalWhitened, Unwhitened, Whitened
 
@@ -73,6 +75,7 @@ __all__ = [
     "AutoSVGP",
     "AutoSparseGP",
     "AutoTSVGP",
+    "AutoVecchiaGP",
     "AutoWeightSpaceGP",
     "BatchMarginalLikelihood",
     "BoundedInducingPoints",
@@ -108,6 +111,7 @@ __all__ = [
     "Streaming",
     "StreamingState",
     "Unwhitened",
+    "Vecchia",
     "WeightSpace",
     "Whitened",
     "diagnostics",

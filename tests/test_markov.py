@@ -358,7 +358,7 @@ def test_rows_of_other_times_are_refused_in_training():
     state = svi.init(jax.random.key(0), TIMES, COUNTS)
     state, _ = jax.jit(svi.update)(state, TIMES[::-1], COUNTS)
     assert sgp.num_refused(state) == 1
-    with pytest.raises(ValueError, match="all times at every step"):
+    with pytest.raises(ValueError, match="all rows at every step"):
         svi.update(state, TIMES[1:], COUNTS[1:])
 
 

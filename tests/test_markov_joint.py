@@ -222,7 +222,7 @@ def test_rows_of_other_times_are_refused():
     state = svi.init(jax.random.key(0), TIMES, W, COUNTS)
     state, _ = jax.jit(svi.update)(state, TIMES[::-1], W, COUNTS)
     assert sgp.num_refused(state) == 1
-    with pytest.raises(ValueError, match="Give all times at every step"):
+    with pytest.raises(ValueError, match="Give all rows at every step"):
         svi.update(state, TIMES[:20], W[:20], COUNTS[:20])
 
 

@@ -15,7 +15,7 @@ from jax import Array
 from jax.core import Tracer
 import jax.numpy as jnp
 
-from numpyro_sgp.guides.joint_times import MarkovRun
+from numpyro_sgp.guides.joint_rows import RowsRun
 from numpyro_sgp.losses.quadrature_elbo import Particle, QuadratureELBO
 from numpyro_sgp.optim.closure import Params, all_finite, probe
 from numpyro_sgp.posteriors.conditioned import NEW_SITES, Conditioned
@@ -157,10 +157,10 @@ class _Rows:
         self.at_values = guide.at_latents(values, Conditioned)
         joint = {name for name, q in posteriors.items() if q.joint_run is not None}
         for site in joint:
-            if isinstance(posteriors[site].joint_run, MarkovRun):
+            if isinstance(posteriors[site].joint_run, RowsRun):
                 msg = (
-                    f"`{method}` was called for a function of time, {site!r}, that has a joint posterior with other "
-                    "latents. Train on all rows, or with `joint=False`."
+                    f"`{method}` was called for a GP site {site!r} that has a site in each row and a joint "
+                    "posterior with other latents. Train on all rows, or with `joint=False`."
                 )
                 raise TypeError(msg)
         self.alone = {name: q for name, q in posteriors.items() if name not in joint}

@@ -184,13 +184,13 @@ def find_groups(
                 )
                 raise ValueError(msg)
             continue
-        if kinds[group.sites[0]] == "times":
+        if kinds[group.sites[0]] == "rows":
             batch_shape: tuple[int, ...] = samples[group.sites[0]]["fn"].batch_shape
             if len(group.sites) > 1 or batch_shape:
                 if named is not None:
-                    raise ValueError(_several_of_time(group))
+                    raise ValueError(_several_in_rows(group))
                 if group.latents:
-                    warnings.warn(_several_of_time(group), UserWarning, stacklevel=2)
+                    warnings.warn(_several_in_rows(group), UserWarning, stacklevel=2)
                 continue
         else:
             group = dataclasses.replace(group, effects=_effects(program, depends, trace, group))
@@ -263,11 +263,11 @@ def _warn_of_families(
             warnings.warn(msg, UserWarning, stacklevel=2)
 
 
-def _several_of_time(group: Group) -> str:
+def _several_in_rows(group: Group) -> str:
     return (
-        f"The GP sites {list(group.sites)} are several functions of time in the same terms, and their posteriors are "
-        f"independent of each other and of {list(group.latents)}: the intervals of all are too narrow. Write one site, "
-        "with the sum of their kernels, or pass `joint=False` if this is meant."
+        f"The GP sites {list(group.sites)} are several functions with a site in each row, in the same terms, and their "
+        f"posteriors are independent of each other and of {list(group.latents)}: the intervals of all are too narrow. "
+        "Write one site, with the sum of their kernels, or pass `joint=False` if this is meant."
     )
 
 

@@ -28,15 +28,14 @@ from numpyro_sgp.guides.handlers import (
 )
 from numpyro_sgp.guides.independent import IndependentRun
 from numpyro_sgp.guides.joint import JointRun
+from numpyro_sgp.guides.joint_rows import RowsRun
 from numpyro_sgp.guides.joint_run import AbstractJointRun
-from numpyro_sgp.guides.joint_times import MarkovRun
 from numpyro_sgp.guides.members import Group, Joint, checked_joint, find_groups
 from numpyro_sgp.guides.model_runs import first_run
 from numpyro_sgp.guides.parameters import SiteParameters, parameter, with_candidates
 from numpyro_sgp.guides.row_dependence import refuse_new, unsure_terms
 from numpyro_sgp.posteriors.decoupled.coefficients import ProbedCoefficients
-from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
-from numpyro_sgp.posteriors.markov.family import Markov
+from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, AbstractRowFamily
 from numpyro_sgp.posteriors.moments import frozen
 
 __all__ = ["AbstractGuideRun"]
@@ -229,8 +228,8 @@ class AbstractGuideRun(AutoGuide):
         for group in groups:
             family = self.family(group.sites[0])
             run: AbstractJointRun
-            if isinstance(family, Markov):
-                run = MarkovRun(group, trace, model, family, self.prefix, predicting)
+            if isinstance(family, AbstractRowFamily):
+                run = RowsRun(group, trace, model, family, self.prefix, predicting)
             else:
                 run = JointRun(group, trace, model, self.family, self.prefix, predicting, frozen=self._frozen)
             base_trace.update(run.latents)

@@ -22,12 +22,15 @@ from numpyro_sgp.inducing import AbstractInducing, GrowingInducing, as_inducing,
 from numpyro_sgp.kernels.functional import AbstractFunctional, nodes_of
 from numpyro_sgp.math.linalg import cholesky
 from numpyro_sgp.posteriors.gaussian import AbstractGaussian
+from numpyro_sgp.posteriors.joint.by_rows import AbstractRows
 from numpyro_sgp.posteriors.moments import Moments, Roots
+from numpyro_sgp.posteriors.natural_parameters import RowSites
 from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
 from numpyro_sgp.posteriors.process import AbstractProcess, TableProcess
 
 __all__ = [
     "AbstractPosteriorFamily",
+    "AbstractRowFamily",
     "Inducing",
     "at_prior",
     "check_names",
@@ -58,9 +61,9 @@ class AbstractPosteriorFamily(ABC):
 
     @property
     def joins(self) -> str | None:
-        """How sites of one Gaussian over GPs and latents are held: "projected", "whitened", "times", or None.
+        """How sites of one Gaussian over GPs and latents are held: "projected", "whitened", "rows", or None.
 
-        "times" is for one GP site of one latent.
+        "rows" is for one GP site of one latent, and an `AbstractRowFamily`.
         """
         return None
 
@@ -126,6 +129,51 @@ class AbstractPosteriorFamily(ABC):
         """
         found = self.gaussian(fitted, q.prior, q.batch_shape)
         return None if found is None else found.process(q)
+
+
+class AbstractRowFamily(AbstractPosteriorFamily):
+    """A family with a site in each row, whose posterior is made without a matrix of all rows."""
+
+    @property
+    def joins(self) -> str:
+        return "rows"
+
+    @property
+    def couples_rows(self) -> bool:
+        return False
+
+    def gaussian(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> None:
+        del param, prior, batch_shape
+
+    @abstractmethod
+    def check_prior(self, prior: GaussianProcess) -> None:
+        """Raise for inputs or a kernel that the family cannot take."""
+
+    @abstractmethod
+    def row_sites(self, num_latents: int, X: Array) -> RowSites:
+        """Sites that change nothing, beside P latents."""
+
+    @abstractmethod
+    def in_rows(self, prior: GaussianProcess, sites: Any, *, training: bool) -> AbstractRows:
+        """The process at the rows of sites and those that are asked for, which are the same in training.
+
+        Args:
+            prior: at the rows that are asked for.
+            sites: with their inputs `X`.
+            training: whether a natural direction is asked for.
+
+        Raises:
+            ValueError: in training, another number of rows than at initialisation.
+        """
+
+    def check_rows(self, prior: GaussianProcess, sites: Any) -> None:
+        """Raise where a training step came with another number of rows than at initialisation."""
+        if sites.X.shape != prior.X.shape:
+            msg = (
+                f"`Auto{type(self).__name__}GP` holds one site for each of the {sites.X.shape[0]} rows given at "
+                f"initialisation; a training step came with X of shape {prior.X.shape}. Give all rows at every step."
+            )
+            raise ValueError(msg)
 
 
 def inducing_param(

@@ -31,11 +31,12 @@ __all__ = [
     "DatumSites",
     "EffectSites",
     "JointSites",
+    "NeighbourSites",
     "Past",
     "Perturbation",
     "Perturbed",
+    "RowSites",
     "TiedSites",
-    "TimeSites",
     "floored_matrix",
     "perturb_kl",
     "perturb_marginals",
@@ -245,31 +246,69 @@ class DatumSites(AbstractSites):
         return jax.lax.stop_gradient(self.X)
 
 
+def _as_indices(near: Array | None, before: Array | None) -> tuple[Array, Array]:
+    assert near is not None
+    assert before is not None
+    near, before = (jnp.rint(jax.lax.stop_gradient(each)).astype(int) for each in (near, before))
+    return near, before
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TimeSites(AbstractSites):
-    """Sites of f at its times beside those of latents w in one Gaussian, exp(λ₁ᵀf − ½ fᵀdiag(p) f − fᵀCᵀw).
+class NeighbourSites(DatumSites):
+    """Sites of rows that know the rows near each of them.
+
+    Args:
+        lambda1: (..., N).
+        Lambda2: (..., N).
+        X: as in `DatumSites`.
+        near: the nearest rows of each, itself among them, (N, K); numbers that are whole, as data, −1 for none.
+        before: the nearest of those that come before it in some order, (N, K).
+    """
+
+    near: Array
+    before: Array
+
+    @property
+    def indices(self) -> tuple[Array, Array]:
+        """`near` and `before` as indices."""
+        return _as_indices(self.near, self.before)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowSites(AbstractSites):
+    """Sites of f in its rows beside those of latents w in one Gaussian, exp(λ₁ᵀf − ½ fᵀdiag(p) f − fᵀCᵀw).
 
     Args:
         lambda1: λ₁, (N,).
         Lambda2: p in the first column, Cᵀ in the others, (N, 1 + P).
-        X: the training inputs, (N, 1); data, not trained.
+        X: the training inputs, (N, D); data, not trained.
+        near: as in `NeighbourSites`, or None.
+        before: as in `NeighbourSites`, or None.
     """
 
     lambda1: Array
     Lambda2: Array
     X: Array
+    near: Array | None = None
+    before: Array | None = None
 
     @classmethod
-    def zeros(cls, num_latents: int, X: Array) -> "TimeSites":
+    def zeros(cls, num_latents: int, X: Array, near: Array | None = None, before: Array | None = None) -> "RowSites":
         """Sites that change nothing, beside P latents."""
         N = X.shape[0]
-        return cls(jnp.zeros(N, X.dtype), jnp.zeros((N, 1 + num_latents), X.dtype), own_copy(X))
+        return cls(jnp.zeros(N, X.dtype), jnp.zeros((N, 1 + num_latents), X.dtype), own_copy(X), near, before)
 
     @property
     def fixed_X(self) -> Array:
         """The training inputs, as data."""
         return jax.lax.stop_gradient(self.X)
+
+    @property
+    def indices(self) -> tuple[Array, Array]:
+        """`near` and `before` as indices."""
+        return _as_indices(self.near, self.before)
 
 
 @jax.tree_util.register_dataclass

@@ -11,18 +11,18 @@ from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.kernels.functional import AbstractFunctional, same_rows
-from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, at_prior, is_initial
+from numpyro_sgp.posteriors.family import AbstractRowFamily, at_prior, is_initial
 from numpyro_sgp.posteriors.markov.state_space import state_space_of
 from numpyro_sgp.posteriors.markov.timeline import MarkovCovariance, Timeline
 from numpyro_sgp.posteriors.moments import Moments, perturbed_moments
-from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed, TimeSites
+from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed, RowSites
 from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
 
-__all__ = ["Markov", "check_times"]
+__all__ = ["Markov"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Markov(AbstractPosteriorFamily):
+class Markov(AbstractRowFamily):
     """q(f) ∝ p(f) Π_n t_n(f_n) with a Gaussian site for each time, by filtering and smoothing; starts at the prior.
 
     Args:
@@ -34,25 +34,13 @@ class Markov(AbstractPosteriorFamily):
     num_harmonics: int = 8
     parallel: bool | None = None
 
-    @property
-    def joins(self) -> str:
-        return "times"
-
-    @property
-    def couples_rows(self) -> bool:
-        return False
-
-    def gaussian(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> None:
-        del param, prior, batch_shape
-
     def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
-        check_times(prior)
         value = param("sites", lambda _: DatumSites.zeros(batch_shape, prior.X))
         if is_initial(param, "sites"):
-            self.check_kernel(prior)
+            self.check_prior(prior)
             return at_prior(prior.kernel, prior.X)
         sites = value_of(value)
-        line = self.timeline(prior, sites, training=isinstance(value, Perturbed))
+        line = self.in_rows(prior, sites, training=isinstance(value, Perturbed))
         q = MarkovCovariance(line, *line.in_order(sites.lambda1, sites.Lambda2)).moments()
         if not isinstance(value, Perturbed):
             return q
@@ -63,27 +51,19 @@ class Markov(AbstractPosteriorFamily):
     def updated(self, fitted: FittedParameters, q: SparsePosterior, linear: Array, precision: Array) -> dict[str, Any]:
         return {"sites": fitted("sites").extended(linear, precision, q.prior.X)}
 
-    def check_kernel(self, prior: GaussianProcess) -> None:
-        """Raise for kernels without a state-space form."""
-        state_space_of(prior.kernel, prior.X.dtype, self.num_harmonics)
-
-    def timeline(self, prior: GaussianProcess, sites: DatumSites | TimeSites, *, training: bool) -> Timeline:
-        """The times of sites and of the rows that are asked for, which are the same in training.
-
-        Args:
-            prior: at the rows.
-            sites: at the times of training.
-            training: whether a natural direction is asked for.
-
-        Raises:
-            ValueError: in training, another number of rows than at initialisation.
-        """
-        if training and sites.X.shape != prior.X.shape:
-            msg = (
-                f"`AutoMarkovGP` holds one site for each of the {sites.X.shape[0]} times given at initialisation; "
-                f"a training step came with X of shape {prior.X.shape}. Give all times at every step."
-            )
+    def check_prior(self, prior: GaussianProcess) -> None:
+        if isinstance(prior.X, AbstractFunctional) or prior.X.ndim != 2 or prior.X.shape[-1] != 1:
+            got = type(prior.X).__name__ if isinstance(prior.X, AbstractFunctional) else f"shape {prior.X.shape}"
+            msg = f"`AutoMarkovGP` needs `X` to be times, (N, 1), got {got}. `AutoTSVGP` takes any inputs."
             raise ValueError(msg)
+        state_space_of(prior.kernel, prior.X.dtype, self.num_harmonics)  # raises for other kernels
+
+    def row_sites(self, num_latents: int, X: Array) -> RowSites:
+        return RowSites.zeros(num_latents, X)
+
+    def in_rows(self, prior: GaussianProcess, sites: DatumSites | RowSites, *, training: bool) -> Timeline:
+        if training:
+            self.check_rows(prior, sites)
         times = sites.fixed_X[:, 0]
         if not training:
             times = jnp.concatenate([times, prior.X[:, 0]])
@@ -96,11 +76,3 @@ class Markov(AbstractPosteriorFamily):
         interval = jnp.diff(times[order], prepend=times[order[:1]])
         rows = jnp.argsort(order)[0 if training else len(sites.X) :]
         return Timeline(model, interval, order, rows, parallel)
-
-
-def check_times(prior: GaussianProcess) -> None:
-    """Raise for inputs that are no times."""
-    if isinstance(prior.X, AbstractFunctional) or prior.X.ndim != 2 or prior.X.shape[-1] != 1:
-        got = type(prior.X).__name__ if isinstance(prior.X, AbstractFunctional) else f"shape {prior.X.shape}"
-        msg = f"`AutoMarkovGP` needs `X` to be times, (N, 1), got {got}. `AutoTSVGP` takes any inputs."
-        raise ValueError(msg)

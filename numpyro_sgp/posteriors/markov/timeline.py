@@ -8,6 +8,8 @@ from jax import Array
 import jax.numpy as jnp
 
 from numpyro_sgp.math.linalg import diagonal
+from numpyro_sgp.math.products import matmul
+from numpyro_sgp.posteriors.joint.by_rows import AbstractRows, GivenSeveral
 from numpyro_sgp.posteriors.markov.formulas import Smoothed, smoothed, smoothing_draws
 from numpyro_sgp.posteriors.markov.state_space import AbstractStateSpace
 from numpyro_sgp.posteriors.moments import AbstractCovariance, Moments
@@ -17,7 +19,7 @@ __all__ = ["MarkovCovariance", "Timeline"]
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Timeline:
+class Timeline(AbstractRows):
     """A process at times in ascending order.
 
     Attributes:
@@ -35,10 +37,6 @@ class Timeline:
     parallel: bool = dataclasses.field(metadata={"static": True})
 
     def in_order(self, *values: Array) -> tuple[Array, ...]:
-        """Values at the times of sites, (..., N_sites), which come first as given, at all times in ascending order.
-
-        They are zero at the others.
-        """
         missing = self.order.shape[0] - values[0].shape[-1]
         padded = (jnp.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, missing)]) for value in values)
         return tuple(value[..., self.order] for value in padded)
@@ -46,6 +44,15 @@ class Timeline:
     def smoothed(self, lambda1: Array, precision: Array) -> Smoothed:
         """The smoother at all times, in ascending order."""
         return smoothed(self.model, self.interval, lambda1, precision, parallel=self.parallel)
+
+    def given_several(self, lambda1: Array, precision: Array) -> GivenSeveral:
+        found = self.smoothed(lambda1, precision)
+        products = matmul(lambda1, found.mean.T)
+        log_z = found.log_normaliser[0] - 0.5 * products[0, 0]
+        return GivenSeveral(found.mean, found.variance[0], products, log_z)
+
+    def covariance(self, lambda1: Array, precision: Array) -> "MarkovCovariance":
+        return MarkovCovariance(self, lambda1, precision)
 
 
 @jax.tree_util.register_dataclass

@@ -1,4 +1,4 @@
-"""The joint Gaussian of a function of time and other latents in one run of the guide."""
+"""The joint Gaussian of a function with a site in each row and other latents in one run of the guide."""
 
 from collections.abc import Callable
 import dataclasses
@@ -17,26 +17,30 @@ from numpyro_sgp.guides.members import Group
 from numpyro_sgp.guides.parameters import SiteParameters
 from numpyro_sgp.kernels.functional import same_rows
 from numpyro_sgp.math.products import matmul, matvec
-from numpyro_sgp.posteriors.family import is_initial
-from numpyro_sgp.posteriors.markov.family import Markov, check_times
-from numpyro_sgp.posteriors.markov.joint import JointCovariance, MarkovJoint, markers
-from numpyro_sgp.posteriors.markov.timeline import MarkovCovariance
-from numpyro_sgp.posteriors.moments import Moments
-from numpyro_sgp.posteriors.natural_parameters import JointSites, Perturbed, TimeSites
+from numpyro_sgp.posteriors.family import AbstractRowFamily, is_initial
+from numpyro_sgp.posteriors.joint.by_rows import JointByRows, JointCovariance, markers
+from numpyro_sgp.posteriors.moments import AbstractCovariance, Moments
+from numpyro_sgp.posteriors.natural_parameters import JointSites, Perturbed
 
-__all__ = ["MarkovRun"]
+__all__ = ["RowsRun"]
 
 
-class MarkovRun(AbstractJointRun):
-    """A joint Gaussian over a function of time and latents, in one run of the guide."""
+class RowsRun(AbstractJointRun):
+    """A joint Gaussian over a function with a site in each row and latents, in one run of the guide."""
 
     def __init__(
-        self, group: Group, trace: Trace, model: Callable[[], Any], family: Markov, prefix: str, predicting: bool
+        self,
+        group: Group,
+        trace: Trace,
+        model: Callable[[], Any],
+        family: AbstractRowFamily,
+        prefix: str,
+        predicting: bool,
     ) -> None:
         super().__init__(group, trace, model)
         (site,) = group.sites
         prior: Any = unwrap(trace[site]["fn"])
-        check_times(prior)
+        family.check_prior(prior)
         B = matmul(self.prior_root, self.prior_root.T)
 
         def start(rng_key: Array) -> JointSites:
@@ -46,16 +50,15 @@ class MarkovRun(AbstractJointRun):
 
         param = SiteParameters(site, prefix, predicting)
         value = param("joint_sites", start)
-        sites = param("sites", lambda _: TimeSites.zeros(self.num_latents, prior.X))
+        sites = param("sites", lambda _: family.row_sites(self.num_latents, prior.X))
         training, self._line = isinstance(sites, Perturbed), None
-        family.check_kernel(prior)
         if not is_initial(param, "sites"):
-            self._line = family.timeline(prior, value_of(sites), training=training)
+            self._line = family.in_rows(prior, value_of(sites), training=training)
         variance = prior.kernel(prior.X)
         self.rows[site] = markers(variance)
         # Other times than those of the sites, or another order of them: a training step is refused.
         self._same = jnp.asarray(value_of(sites).X.shape == prior.X.shape and same_rows(value_of(sites).X, prior.X))
-        gaussian = MarkovJoint.of(value, sites, self._line, variance, self.prior_mean, self.prior_root, site)
+        gaussian = JointByRows.of(value, sites, self._line, variance, self.prior_mean, self.prior_root, site)
         if training:
             m = jnp.where(self._same, gaussian.f[0], jnp.nan)
             gaussian = dataclasses.replace(gaussian, f=(m, gaussian.f[1]))
@@ -74,10 +77,10 @@ class MarkovRun(AbstractJointRun):
         q.joint_run = self
         return q
 
-    def _given_latents(self) -> MarkovCovariance:
+    def _given_latents(self) -> AbstractCovariance:
         assert self._line is not None
         sites = value_of(self.gaussian.sites)
-        return MarkovCovariance(self._line, *self._line.in_order(sites.lambda1, sites.Lambda2[:, 0]))
+        return self._line.covariance(*self._line.in_order(sites.lambda1, sites.Lambda2[:, 0]))
 
     def draw(self, site: str, q: SparsePosterior, rng_key: Array, *, joint: bool) -> Array:
         del site

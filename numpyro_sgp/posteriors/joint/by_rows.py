@@ -1,16 +1,18 @@
-"""One Gaussian over a function of time and other latents, by their linear predictors, in O(N).
+"""One Gaussian over a function with a site in each row and over other latents, by their linear predictors.
 
 Let w have the prior N(0, B), and let the sites be exp(λ₁ᵀf − ½ fᵀdiag(p) f − fᵀCᵀw + lᵀw − ½ wᵀΛw), as those of
 predictors η_n = a_n f_n + c_nᵀw are. Given w they are sites of f alone, with λ₁ − Cᵀw. So with m and Σ the mean and
-covariance of f at w = 0, and G = C Σ, which is one more smoothing for each number in w,
+covariance of f at w = 0, and G = C Σ, which is one more mean of f for each number in w,
 
-    f | w ~ N(m − Gᵀw, Σ),        q(w) ∝ N(0, B) exp((l − C m)ᵀw − ½ wᵀ(Λ − G Cᵀ)w).
+    f | w ~ N(m − Gᵀw, Σ),        q(w) ∝ N(0, B) exp((l − C Σ λ₁)ᵀw − ½ wᵀ(Λ − C Σ Cᵀ)w).
 
 The sums l and Λ over the rows are those of linear regression on the covariates, and what is taken from them is what f
 can explain of these.
 """
 
+from abc import ABC, abstractmethod
 import dataclasses
+from typing import NamedTuple
 
 import jax
 from jax import Array
@@ -30,11 +32,48 @@ from numpyro_sgp.posteriors.joint.predictors import (
     perturbed_covariance,
     shared_effect,
 )
-from numpyro_sgp.posteriors.markov.timeline import Timeline
 from numpyro_sgp.posteriors.moments import AbstractCovariance, whiten
-from numpyro_sgp.posteriors.natural_parameters import JointSites, Perturbed, TimeSites, perturb_kl, perturb_marginals
+from numpyro_sgp.posteriors.natural_parameters import JointSites, Perturbed, RowSites, perturb_kl, perturb_marginals
 
-__all__ = ["JointCovariance", "MarkovJoint", "markers"]
+__all__ = ["AbstractRows", "GivenSeveral", "JointByRows", "JointCovariance", "markers"]
+
+
+class GivenSeveral(NamedTuple):
+    """What sites with several λ₁ and one p say, λ₁ being the rows of R.
+
+    Attributes:
+        mean: R Σ, (1 + P, N).
+        variance: diag(Σ), (N,).
+        products: R Σ Rᵀ, (1 + P, 1 + P).
+        log_determinant_part: log Z at λ₁ = 0, (): −½ log|I + K diag(p)|.
+    """
+
+    mean: Array
+    variance: Array
+    products: Array
+    log_determinant_part: Array
+
+
+class AbstractRows(ABC):
+    """A process at the rows of its sites and those that are asked for.
+
+    Attributes:
+        rows: where those are that are asked for, (N_rows,).
+    """
+
+    rows: Array
+
+    @abstractmethod
+    def in_order(self, *values: Array) -> tuple[Array, ...]:
+        """Values in the rows of sites as they were given, (..., N_sites), in the order of the process, 0 elsewhere."""
+
+    @abstractmethod
+    def given_several(self, lambda1: Array, precision: Array) -> GivenSeveral:
+        """What sites say in all rows, in the order of the process: λ₁, (1 + P, N), and p, (N,)."""
+
+    @abstractmethod
+    def covariance(self, lambda1: Array, precision: Array) -> AbstractCovariance:
+        """The covariance between the rows that are asked for."""
 
 
 def markers(kff: Array) -> Rows:
@@ -85,7 +124,7 @@ class JointCovariance(AbstractCovariance):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class MarkovJoint(AbstractJointGaussian):
+class JointByRows(AbstractJointGaussian):
     """q(f, w), by what the smoother says of f at the rows of the model.
 
     Attributes:
@@ -104,7 +143,7 @@ class MarkovJoint(AbstractJointGaussian):
     """
 
     value: JointSites | Perturbed
-    sites: TimeSites | Perturbed
+    sites: RowSites | Perturbed
     L: Array
     mean: Array
     S_sqrt: Array
@@ -120,13 +159,13 @@ class MarkovJoint(AbstractJointGaussian):
     def of(
         cls,
         value: JointSites | Perturbed,
-        sites: TimeSites | Perturbed,
-        line: Timeline | None,
+        sites: RowSites | Perturbed,
+        line: AbstractRows | None,
         prior_variance: Array,
         offset: Array,
         root: Array,
         site: str,
-    ) -> "MarkovJoint":
+    ) -> "JointByRows":
         """From sites.
 
         Args:
@@ -144,13 +183,13 @@ class MarkovJoint(AbstractJointGaussian):
         lambda1, p, C = of_f.lambda1, of_f.Lambda2[:, 0], of_f.Lambda2[:, 1:].T
         if line is None:
             m, variance, G, rows = lambda1, prior_variance, C, slice(None)
-            log_z = jnp.zeros((), m.dtype)
+            log_z, products = jnp.zeros((), m.dtype), jnp.zeros((1 + len(C),) * 2, m.dtype)
         else:
             lambda1, p, C = line.in_order(lambda1, p, C)
-            known, rows = line.smoothed(jnp.concatenate([lambda1[None], C]), p), line.rows
-            m, G = known.mean[0], known.mean[1:]
-            variance, log_z = known.variance[0], known.log_normaliser[0]
-        linear, precision = linear - matvec(C, m), precision - matmul(C, G.T)
+            known, rows = line.given_several(jnp.concatenate([lambda1[None], C]), p), line.rows
+            m, G, variance, products = known.mean[0], known.mean[1:], known.variance, known.products
+            log_z = known.log_determinant_part + 0.5 * products[0, 0]
+        linear, precision = linear - products[0, 1:], precision - products[1:, 1:]
         of_v = matvec(L.T, linear)
         mean, S_sqrt = natural_mean_and_root(of_v, matmul(matmul(L.T, 0.5 * (precision + precision.T)), L))
         log_z = log_z + 0.5 * of_v @ mean + jnp.sum(jnp.log(jnp.diagonal(S_sqrt)))

@@ -1,0 +1,1 @@
+"""Posteriors of functions of space from the nearest rows."""

@@ -1,0 +1,94 @@
+"""The posterior of a function of space: one Gaussian site for each row, and each value from the nearest rows."""
+
+import dataclasses
+from typing import Any
+
+from jax import Array
+import jax.numpy as jnp
+
+from numpyro_sgp._internal.probed import value_of
+from numpyro_sgp._internal.pytrees import own_copy
+from numpyro_sgp.distributions.gaussian_process import GaussianProcess
+from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
+from numpyro_sgp.kernels.functional import AbstractFunctional, same_rows
+from numpyro_sgp.posteriors.family import AbstractRowFamily, at_prior, is_initial
+from numpyro_sgp.posteriors.moments import Moments, perturbed_moments
+from numpyro_sgp.posteriors.natural_parameters import NeighbourSites, Perturbed, RowSites
+from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
+from numpyro_sgp.posteriors.vecchia.formulas import (
+    NeighbourCovariance,
+    NeighbourRows,
+    SitesOfRows,
+    conditionals,
+    log_normaliser,
+)
+from numpyro_sgp.posteriors.vecchia.neighbours import nearest, nearest_before
+
+__all__ = ["Vecchia"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Vecchia(AbstractRowFamily):
+    """Gaussian sites in all rows, of which the nearest make each marginal; starts at the prior.
+
+    Args:
+        num_neighbours: how many rows, K.
+    """
+
+    num_neighbours: int = 20
+
+    def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+        value = param("sites", lambda _: self._zeros(batch_shape, prior.X))
+        if is_initial(param, "sites"):
+            self.check_prior(prior)
+            return at_prior(prior.kernel, prior.X)
+        sites, training = value_of(value), isinstance(value, Perturbed)
+        if training:
+            self.check_rows(prior, sites)
+        rows, kernel = SitesOfRows(sites.fixed_X, sites.lambda1, sites.Lambda2), prior.kernel
+        near, before = sites.indices
+        mean, variance = conditionals(kernel, rows.X, near, rows)
+        expected = rows.lambda1 * mean - 0.5 * rows.precision * (mean**2 + variance)
+        kl = jnp.sum(expected, axis=-1) - log_normaliser(kernel, before, rows)
+        if not training:
+            index = nearest(rows.X, prior.X, self.num_neighbours)
+            found = conditionals(kernel, prior.X, index, rows)
+            return Moments(*found, kl, NeighbourCovariance(kernel, prior.X, index, rows))
+        # Other rows, or another order of them, have no site here: the step is refused.
+        mean = jnp.where(same_rows(sites.X, prior.X), mean, jnp.nan)
+        return perturbed_moments(value, None, Moments(mean, variance, kl, None))
+
+    def updated(self, fitted: FittedParameters, q: SparsePosterior, linear: Array, precision: Array) -> dict[str, Any]:
+        both = fitted("sites").extended(linear, precision, q.prior.X)
+        return {"sites": NeighbourSites(both.lambda1, both.Lambda2, both.X, *self._indices(both.X))}
+
+    def check_prior(self, prior: GaussianProcess) -> None:
+        if isinstance(prior.X, AbstractFunctional):
+            msg = (
+                f"`AutoVecchiaGP` needs `X` to be inputs, (N, D), got {type(prior.X).__name__}. `AutoTSVGP` takes "
+                "functionals."
+            )
+            raise TypeError(msg)
+
+    def row_sites(self, num_latents: int, X: Array) -> RowSites:
+        return RowSites.zeros(num_latents, X, *self._indices(X))
+
+    def in_rows(self, prior: GaussianProcess, sites: NeighbourSites | RowSites, *, training: bool) -> NeighbourRows:
+        if training:
+            self.check_rows(prior, sites)
+        near, before = sites.indices
+        X, N = sites.fixed_X, sites.X.shape[0]
+        if training:
+            return NeighbourRows(prior.kernel, X, near, before, jnp.arange(N))
+        index = nearest(X, prior.X, self.num_neighbours)
+        rows = N + jnp.arange(prior.X.shape[0])
+        return NeighbourRows(prior.kernel, jnp.concatenate([X, prior.X]), jnp.concatenate([near, index]), before, rows)
+
+    def _zeros(self, batch_shape: tuple[int, ...], X: Array) -> NeighbourSites:
+        first, second = (jnp.zeros((*batch_shape, X.shape[0]), X.dtype) for _ in range(2))
+        return NeighbourSites(first, second, own_copy(X), *self._indices(X))
+
+    def _indices(self, X: Array) -> tuple[Array, Array]:
+        """The nearest rows of each, and of those before it, as numbers that an optimizer can hold."""
+        near, (_, before) = nearest(X, X, self.num_neighbours), nearest_before(X, self.num_neighbours)
+        return near.astype(X.dtype), before.astype(X.dtype)

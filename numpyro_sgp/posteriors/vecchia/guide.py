@@ -1,0 +1,79 @@
+"""The guide for functions of space with very many rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+from numpyro.infer.autoguide import AutoNormal
+
+from numpyro_sgp.guides.guide import AbstractAutoSparseGP
+from numpyro_sgp.guides.members import Joint
+from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
+from numpyro_sgp.posteriors.vecchia.family import Vecchia
+
+__all__ = ["AutoVecchiaGP"]
+
+
+class AutoVecchiaGP(AbstractAutoSparseGP):
+    """Each value of f from the K nearest rows, in O(N K³), to be trained with `NaturalGradient`.
+
+    For functions of few inputs, such as those of space, that are too rough for an affordable number of inducing inputs.
+    Each row has a Gaussian site t_n, as in `AutoTSVGP(model, None)`. A marginal of f is conditioned on the sites of the
+    nearest rows. In KL(q ‖ p) = E[log Π t_n] − log Z, the normaliser Z is a product over the rows in a random order,
+    each conditioned on the nearest of those before it. With Gaussian noise the loss is then the negative log likelihood
+    of Vecchia. It is no lower bound of the evidence, and exact where the neighbours are all rows.
+
+    Neighbours are found once, by Euclidean distance in `X`: give its columns units in which they matter alike. More
+    neighbours are better, above all where outcomes are noisy. Give all rows at every step.
+
+    Args:
+        model: a NumPyro model with `GaussianProcess` sites.
+        num_neighbours: K.
+        base: guide for the other latents: an autoguide class, or a guide. A class starts a latent at what was observed
+            of it, if it is the location of an outcome, and near its prior median otherwise.
+        joint: which other latents have one joint Gaussian with a GP site: "auto" for all that meet it in a term of the
+            model, False for none, or a tuple of names. A step has one more mean of f for each number in them. Latents
+            that a kernel or a prior mean depends on stay with `base`, and so do those of a guide of your own or of
+            `AutoDelta`. Functions that meet in a term are one site, with the sum of their kernels.
+        prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
+
+    Raises:
+        TypeError: functionals in the place of inputs.
+        ValueError: `num_neighbours` below 1.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np, numpyro, numpyro.distributions as dist
+        >>> import numpyro_sgp as sgp
+        >>> def model(X, y=None):
+        ...     level = numpyro.sample("level", dist.Normal(0.0, 2.0))
+        ...     f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.Matern32(0.2), X))
+        ...     numpyro.sample("y", dist.Poisson(jnp.exp(level + f)).to_event(1), obs=y)
+        >>> X, y = np.random.default_rng(0).uniform(size=(2000, 2)), np.ones(2000)
+        >>> guide = sgp.AutoVecchiaGP(model, num_neighbours=10)
+        >>> svi = numpyro.infer.SVI(model, guide, sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
+        >>> params = svi.run(jax.random.key(0), 5, X, y, progress_bar=False).params
+        >>> guide.posterior(jax.random.key(1), params, X[:10] + 0.01)["f"].mean.shape
+        (10,)
+
+    References:
+        Vecchia (1988), "Estimation and model identification for continuous spatial processes"; Zilber and Katzfuss
+        (2021), "Vecchia-Laplace approximations of generalized Gaussian processes for big non-Gaussian spatial data".
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        num_neighbours: int = 20,
+        base: Any = AutoNormal,
+        joint: Joint = "auto",
+        prefix: str = "auto",
+    ) -> None:
+        if num_neighbours < 1:
+            msg = f"`num_neighbours` must be at least 1, got {num_neighbours}. The default is 20."
+            raise ValueError(msg)
+        self._vecchia = Vecchia(num_neighbours)
+        super().__init__(model, base=base, prefix=prefix, joint=joint)
+
+    def family(self, site: str) -> AbstractPosteriorFamily:
+        del site
+        return self._vecchia
