@@ -47,19 +47,30 @@ def _on_host(find, num_rows: int, num: int, *inputs: ArrayLike) -> Array:
     )
 
 
+def _not_finite(X: np.ndarray) -> np.ndarray:
+    return np.flatnonzero(~np.isfinite(X).all(axis=1))
+
+
 def _nearest(Z: np.ndarray, X: np.ndarray, num: int) -> np.ndarray:
-    found = np.full((len(X), num), -1, np.int32)
-    k = min(num, len(Z))
-    if k and np.isfinite(Z).all() and np.isfinite(X).all():
-        found[:, :k] = KDTree(Z).query(X, np.arange(1, k + 1))[1]
+    found, k = np.full((len(X), num), -1, np.int32), min(num, len(Z))
+    if not k:
+        return found
+    # What is not a number is a neighbour of all, and has one, so that it is seen in the moments.
+    if len(bad := _not_finite(Z)):
+        found[:, 0] = bad[0]
+        return found
+    found[_not_finite(X), 0] = 0
+    rows = np.isfinite(X).all(axis=1)
+    found[rows, :k] = np.reshape(KDTree(Z).query(X[rows], k)[1], (-1, k))
     return found
 
 
 def _nearest_before(X: np.ndarray, order: np.ndarray, num: int) -> np.ndarray:
-    X = X[order]
     found = np.full((len(X), num), -1, np.int32)
-    if not np.isfinite(X).all():
+    if len(bad := _not_finite(X)):
+        found[:, 0] = bad[0]
         return found
+    X = X[order]
     for place in range(min(num + 1, len(X))):  # all that come before
         found[place, :place] = np.arange(place)
     start = num + 1
@@ -68,7 +79,7 @@ def _nearest_before(X: np.ndarray, order: np.ndarray, num: int) -> np.ndarray:
         stop = min(2 * start, len(X))
         tree, left, k = KDTree(X[:stop]), np.arange(start, stop), min(3 * num, stop)
         while len(left):
-            near = tree.query(X[left], np.arange(1, k + 1))[1]
+            near = np.reshape(tree.query(X[left], k)[1], (len(left), k))
             before = near < left[:, None]
             enough = before.sum(axis=1) >= num
             first = np.argsort(~before[enough], axis=1, kind="stable")[:, :num]
