@@ -196,7 +196,7 @@ def against_nuts(reduced: bool) -> list[dict]:
             numpyro.sample("y", likelihood, obs=y)
 
     table = []
-    for name, y in outcomes.items():
+    for name, y in list(outcomes.items())[1 if reduced else 0 :]:
         counts = name != "regression"
         num_samples = 20 if reduced else 4000
         exact, r_hat, ess = long_chains(model, X, group, y, counts=counts, dense=True, num_samples=num_samples)
