@@ -95,7 +95,7 @@ def equal_time(reduced: bool, figure: Path | None) -> dict:
     train, test = (X[:num], covariate[:num], y[:num]), slice(num, None)
     grid = np.stack(np.meshgrid(*(np.linspace(0.4, 0.6, 8 if reduced else 80),) * 2), axis=-1).reshape(-1, 2)
     runs, maps = [], {}
-    for neighbours in (5,) if reduced else (10, 20):
+    for neighbours in (5,) if reduced else (20, 40):
         guide = sgp.AutoVecchiaGP(counts, num_neighbours=neighbours)
         svi = SVI(counts, guide, sgp.NaturalGradient(0.7, optax.adam(0.1)), sgp.QuadratureELBO(10))
         start = time.perf_counter()
@@ -148,7 +148,7 @@ def draw(path: Path, grid: np.ndarray, maps: dict) -> None:
 
     side = round(np.sqrt(len(grid)))
     truth = {"truth": field_at(grid)} | maps
-    wanted = ["truth", *[name for name in maps if name.startswith(("20 n", "1000", "5 n", "20 i"))]]
+    wanted = ["truth", *[name for name in maps if name.startswith(("40 n", "1000", "5 n", "20 i"))]]
     fig, axes = plt.subplots(1, len(wanted), figsize=(3.2 * len(wanted), 3.3), layout="constrained")
     for ax, name in zip(axes, wanted, strict=True):
         image = ax.imshow(
@@ -203,11 +203,7 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.nuts or arguments.reduced:
         report("spatial_nuts", {"table": against_nuts(arguments.reduced)}, arguments.output)
     if not arguments.nuts:
-        sizes = (
-            ((300, 5),)
-            if arguments.reduced
-            else ((10_000, 10), (10_000, 20), (10_000, 40), (100_000, 10), (100_000, 20))
-        )
+        sizes = ((300, 5),) if arguments.reduced else ((10_000, 20), (10_000, 40), (10_000, 80), (100_000, 40))
         table = [cost(*size, 1 if arguments.reduced else 3) for size in sizes]
         report("spatial", {"costs": table, **equal_time(arguments.reduced, arguments.figure)}, arguments.output)
 

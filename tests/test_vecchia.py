@@ -14,8 +14,8 @@ import pytest
 
 import numpyro_sgp as sgp
 from numpyro_sgp.kernels import Constant, Matern32
-from numpyro_sgp.posteriors.vecchia.formulas import moments_given
-from numpyro_sgp.posteriors.vecchia.neighbours import nearest, nearest_before
+from numpyro_sgp.posteriors.vecchia.formulas import moments_given, normaliser_of
+from numpyro_sgp.posteriors.vecchia.neighbours import nearest, nearest_before, neighbourhoods
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
 
@@ -46,6 +46,29 @@ def test_neighbours_are_the_nearest_rows_and_the_nearest_before(traced):
         assert sets(found)[row] == set(earlier[np.argsort(distance[row, earlier])[:7]].tolist())
 
 
+@pytest.mark.parametrize("traced", [False, True], ids=["on the host", "under jit"])
+def test_groups_hold_rows_that_are_near_each_other_and_know_the_rows_near_them(traced):
+    rows, size, num = np.random.default_rng(1).normal(size=(300, 2)), 8, 12
+
+    def find(X):
+        return neighbourhoods(X, num, size).indices
+
+    members, near, before = (np.asarray(part) for part in (jax.jit(find)(rows) if traced else find(rows)))
+    groups = sets(members)
+    assert sorted(row for group in groups for row in group) == list(range(300))
+    assert all(size // 2 <= len(group) <= size for group in groups)
+    assert np.mean([np.ptp(rows[list(group)], axis=0).max() for group in groups]) < 0.3 * np.ptp(rows, axis=0).max()
+    rank, of_row = np.random.default_rng(0).permutation(len(groups)), np.zeros(300, int)
+    for number, group in enumerate(groups):
+        of_row[list(group)] = number
+    for number, group in enumerate(groups):
+        distance = np.linalg.norm(rows - rows[list(group)].mean(axis=0), axis=1)
+        others = np.flatnonzero(of_row != number)
+        assert sets(near)[number] == set(others[np.argsort(distance[others])[:num]].tolist())
+        earlier = np.flatnonzero(rank[of_row] < rank[number])
+        assert sets(before)[number] == set(earlier[np.argsort(distance[earlier])[:num]].tolist())
+
+
 def test_few_rows_have_few_neighbours():
     assert sets(nearest(X[:3], NEW, 5)) == [{0, 1, 2}] * len(NEW)
     assert_array_equal(nearest(X[:0], NEW[:2], 2), np.full((2, 2), -1))
@@ -60,24 +83,41 @@ def test_inputs_that_are_no_numbers_are_seen_in_the_posterior():
     missing = np.where(np.arange(N)[:, None] == 5, np.nan, X)
     assert (np.asarray(nearest(missing, NEW, 3))[:, 0] == 5).all()
     assert (np.asarray(nearest_before(missing, 3)[1])[:, 0] == 5).all()
+    _, near, before = neighbourhoods(missing, 3, 2).indices
+    assert (np.asarray(near)[:, 0] == 5).all()
+    assert (np.asarray(before)[:, 0] == 5).all()
+
+
+def of_any(fn):
+    """With K + B + Bᵀ in the place of K: a covariance is symmetric."""
+    return lambda K, B, *others: fn(K + B + B.T, *others)
 
 
 def test_moments_given_rows_are_those_of_regression_on_them_and_so_are_their_derivatives():
-    K, k = np.asarray(KERNEL(X[:6], X[:6])), np.asarray(KERNEL(X[:6], NEW[:1]))[:, 0]
-    w, linear = RNG.uniform(0.2, 3.0, 6), RNG.normal(size=(3, 6))
-    mean, variance = moments_given(K, k, 1.3, linear, w)
+    K, k = np.asarray(KERNEL(X[:6], X[:6])), np.asarray(KERNEL(X[:6], NEW[:2]))
+    w, linear, prior = RNG.uniform(0.2, 3.0, 6), RNG.normal(size=(3, 6)), np.full(2, 1.3)
+    mean, variance = moments_given(K, k, prior, linear, w)
     gain = np.linalg.solve(K + np.diag(1.0 / w), k)
     assert_allclose(mean, (linear / w) @ gain, rtol=1e-12)
-    assert_allclose(variance, 1.3 - k @ gain, rtol=1e-12)
-
-    def of_any(B, *others):
-        return moments_given(K + B + B.T, *others)  # a covariance is symmetric
-
-    check_grads(of_any, (np.zeros((6, 6)), k, 1.3, linear, w), order=1, modes=("fwd", "rev"), rtol=1e-6)
+    assert_allclose(variance, prior - np.sum(k * gain, axis=0), rtol=1e-12)
+    given = np.zeros((6, 6)), k, prior, linear, w
+    check_grads(lambda *args: of_any(moments_given)(K, *args), given, order=1, modes=("fwd", "rev"), rtol=1e-6)
     # A site that says nothing may stand beside the others.
     rest = np.arange(6) != 2
-    silent = moments_given(K, k, 1.3, np.where(rest, linear, 0.0), np.where(rest, w, 0.0))
-    assert_allclose(silent[0], moments_given(K[rest][:, rest], k[rest], 1.3, linear[:, rest], w[rest])[0], rtol=1e-12)
+    silent = moments_given(K, k, prior, np.where(rest, linear, 0.0), np.where(rest, w, 0.0))
+    without = moments_given(K[rest][:, rest], k[rest], prior, linear[:, rest], w[rest])
+    assert_allclose(silent[0], without[0], rtol=1e-12)
+    assert_allclose(silent[1], without[1], rtol=1e-12)
+
+
+def test_the_normaliser_is_that_of_the_sites_and_so_is_its_derivative():
+    K, w, linear = np.asarray(KERNEL(X[10:16], X[10:16])), RNG.uniform(0.2, 3.0, 6), RNG.normal(size=(3, 6))
+    log_z, products = normaliser_of(K, linear, w)
+    S = np.linalg.inv(np.linalg.inv(K) + np.diag(w))
+    assert_allclose(log_z, -0.5 * np.linalg.slogdet(np.eye(6) + K * w)[1], rtol=1e-10)
+    assert_allclose(products, linear @ S @ linear.T, rtol=1e-9)
+    given = np.zeros((6, 6)), linear, w
+    check_grads(lambda *args: of_any(normaliser_of)(K, *args), given, order=1, modes=("fwd", "rev"), rtol=1e-6)
 
 
 def counts(X, y=None):
@@ -122,16 +162,22 @@ def test_gaussian_noise_has_the_likelihood_of_vecchia():
     guide = sgp.AutoVecchiaGP(noisy, num_neighbours=6)
     svi = SVI(noisy, guide, sgp.NaturalGradient(1.0), sgp.QuadratureELBO())
     result = svi.run(jax.random.key(0), 2, X, COUNTS, progress_bar=False)
-    order, before = (np.asarray(each) for each in nearest_before(X, 6))
+    members, _, before = (np.asarray(part) for part in neighbourhoods(X, 6, 3).indices)
     S, y = np.asarray(KERNEL(X, X)) + 0.25 * np.eye(N), COUNTS - 0.4
+
+    def log_density(rows):
+        return -0.5 * (y[rows] @ np.linalg.solve(S[np.ix_(rows, rows)], y[rows]) + log_determinant(rows))
+
+    def log_determinant(rows):
+        return np.linalg.slogdet(2.0 * np.pi * S[np.ix_(rows, rows)])[1]
+
     total = 0.0
-    for row in order:
-        rows = before[row][before[row] >= 0]
-        gain = np.linalg.solve(S[np.ix_(rows, rows)], S[rows, row])
-        total += dist.Normal(y[rows] @ gain, np.sqrt(S[row, row] - gain @ S[rows, row])).log_prob(y[row])
+    for own, others in zip(members, before, strict=True):
+        rows = others[others >= 0]
+        total += log_density(np.r_[rows, own[own >= 0]]) - (log_density(rows) if len(rows) else 0.0)
     assert_allclose(-result.losses[-1], total, rtol=1e-11)
     q = guide.posterior(jax.random.key(1), result.params, NEW)["f"]
-    near = np.asarray(nearest(X, NEW, 6))
+    near = np.asarray(nearest(X, NEW, 9))
     k = np.asarray(KERNEL(X, NEW))
     for n, rows in enumerate(near):
         gain = np.linalg.solve(S[np.ix_(rows, rows)], k[rows, n])

@@ -13,7 +13,7 @@ the backward pass that also differentiates the hyperparameters, and it passes th
 
 import dataclasses
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import jax
 from jax import Array
@@ -246,33 +246,19 @@ class DatumSites(AbstractSites):
         return jax.lax.stop_gradient(self.X)
 
 
-def _as_indices(near: Array | None, before: Array | None) -> tuple[Array, Array]:
-    assert near is not None
-    assert before is not None
-    near, before = (jnp.rint(jax.lax.stop_gradient(each)).astype(int) for each in (near, before))
-    return near, before
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NeighbourSites(DatumSites):
-    """Sites of rows that know the rows near each of them.
+    """Sites of rows that know which rows are near each other.
 
     Args:
         lambda1: (..., N).
         Lambda2: (..., N).
         X: as in `DatumSites`.
-        near: the nearest rows of each, itself among them, (N, K); numbers that are whole, as data, −1 for none.
-        before: the nearest of those that come before it in some order, (N, K).
+        places: groups of rows, and the rows near each; data.
     """
 
-    near: Array
-    before: Array
-
-    @property
-    def indices(self) -> tuple[Array, Array]:
-        """`near` and `before` as indices."""
-        return _as_indices(self.near, self.before)
+    places: Any
 
 
 @jax.tree_util.register_dataclass
@@ -284,31 +270,24 @@ class RowSites(AbstractSites):
         lambda1: λ₁, (N,).
         Lambda2: p in the first column, Cᵀ in the others, (N, 1 + P).
         X: the training inputs, (N, D); data, not trained.
-        near: as in `NeighbourSites`, or None.
-        before: as in `NeighbourSites`, or None.
+        places: as in `NeighbourSites`, or None.
     """
 
     lambda1: Array
     Lambda2: Array
     X: Array
-    near: Array | None = None
-    before: Array | None = None
+    places: Any = None
 
     @classmethod
-    def zeros(cls, num_latents: int, X: Array, near: Array | None = None, before: Array | None = None) -> "RowSites":
+    def zeros(cls, num_latents: int, X: Array, places: Any = None) -> "RowSites":
         """Sites that change nothing, beside P latents."""
         N = X.shape[0]
-        return cls(jnp.zeros(N, X.dtype), jnp.zeros((N, 1 + num_latents), X.dtype), own_copy(X), near, before)
+        return cls(jnp.zeros(N, X.dtype), jnp.zeros((N, 1 + num_latents), X.dtype), own_copy(X), places)
 
     @property
     def fixed_X(self) -> Array:
         """The training inputs, as data."""
         return jax.lax.stop_gradient(self.X)
-
-    @property
-    def indices(self) -> tuple[Array, Array]:
-        """`near` and `before` as indices."""
-        return _as_indices(self.near, self.before)
 
 
 @jax.tree_util.register_dataclass

@@ -21,8 +21,9 @@ from numpyro_sgp.posteriors.vecchia.formulas import (
     SitesOfRows,
     conditionals,
     log_normaliser,
+    marginals,
 )
-from numpyro_sgp.posteriors.vecchia.neighbours import nearest, nearest_before
+from numpyro_sgp.posteriors.vecchia.neighbours import Neighbourhoods, nearest, neighbourhoods
 
 __all__ = ["Vecchia"]
 
@@ -32,10 +33,10 @@ class Vecchia(AbstractRowFamily):
     """Gaussian sites in all rows, of which the nearest make each marginal; starts at the prior.
 
     Args:
-        num_neighbours: how many rows, K.
+        num_neighbours: how many rows, K; groups have half as many.
     """
 
-    num_neighbours: int = 20
+    num_neighbours: int = 40
 
     def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         value = param("sites", lambda _: self._zeros(batch_shape, prior.X))
@@ -46,12 +47,12 @@ class Vecchia(AbstractRowFamily):
         if training:
             self.check_rows(prior, sites)
         rows, kernel = SitesOfRows(sites.fixed_X, sites.lambda1, sites.Lambda2), prior.kernel
-        near, before = sites.indices
-        mean, variance = conditionals(kernel, rows.X, near, rows)
+        members, near, before = sites.places.indices
+        mean, variance = marginals(kernel, members, near, rows)
         expected = rows.lambda1 * mean - 0.5 * rows.precision * (mean**2 + variance)
-        kl = jnp.sum(expected, axis=-1) - log_normaliser(kernel, before, rows)
+        kl = jnp.sum(expected, axis=-1) - log_normaliser(kernel, members, before, rows)
         if not training:
-            index = nearest(rows.X, prior.X, self.num_neighbours)
+            index = self._nearest(rows.X, prior.X)
             found = conditionals(kernel, prior.X, index, rows)
             return Moments(*found, kl, NeighbourCovariance(kernel, prior.X, index, rows))
         # Other rows, or another order of them, have no site here: the step is refused.
@@ -60,7 +61,7 @@ class Vecchia(AbstractRowFamily):
 
     def updated(self, fitted: FittedParameters, q: SparsePosterior, linear: Array, precision: Array) -> dict[str, Any]:
         both = fitted("sites").extended(linear, precision, q.prior.X)
-        return {"sites": NeighbourSites(both.lambda1, both.Lambda2, both.X, *self._indices(both.X))}
+        return {"sites": NeighbourSites(both.lambda1, both.Lambda2, both.X, self._places(both.X))}
 
     def check_prior(self, prior: GaussianProcess) -> None:
         if isinstance(prior.X, AbstractFunctional):
@@ -71,24 +72,30 @@ class Vecchia(AbstractRowFamily):
             raise TypeError(msg)
 
     def row_sites(self, num_latents: int, X: Array) -> RowSites:
-        return RowSites.zeros(num_latents, X, *self._indices(X))
+        return RowSites.zeros(num_latents, X, self._places(X))
 
     def in_rows(self, prior: GaussianProcess, sites: NeighbourSites | RowSites, *, training: bool) -> NeighbourRows:
         if training:
             self.check_rows(prior, sites)
-        near, before = sites.indices
         X, N = sites.fixed_X, sites.X.shape[0]
         if training:
-            return NeighbourRows(prior.kernel, X, near, before, jnp.arange(N))
-        index = nearest(X, prior.X, self.num_neighbours)
+            none = jnp.zeros((0, self.num_neighbours), int)
+            return NeighbourRows(prior.kernel, X, sites.places, none, jnp.arange(N))
         rows = N + jnp.arange(prior.X.shape[0])
-        return NeighbourRows(prior.kernel, jnp.concatenate([X, prior.X]), jnp.concatenate([near, index]), before, rows)
+        both, index = jnp.concatenate([X, prior.X]), self._nearest(X, prior.X)
+        return NeighbourRows(prior.kernel, both, sites.places, index, rows)
 
     def _zeros(self, batch_shape: tuple[int, ...], X: Array) -> NeighbourSites:
         first, second = (jnp.zeros((*batch_shape, X.shape[0]), X.dtype) for _ in range(2))
-        return NeighbourSites(first, second, own_copy(X), *self._indices(X))
+        return NeighbourSites(first, second, own_copy(X), self._places(X))
 
-    def _indices(self, X: Array) -> tuple[Array, Array]:
-        """The nearest rows of each, and of those before it, as numbers that an optimizer can hold."""
-        near, (_, before) = nearest(X, X, self.num_neighbours), nearest_before(X, self.num_neighbours)
-        return near.astype(X.dtype), before.astype(X.dtype)
+    def _nearest(self, Z: Array, X: Array) -> Array:
+        """As many rows as those in training know of."""
+        return nearest(Z, X, min(self.num_neighbours + self._group_size, Z.shape[0]))
+
+    @property
+    def _group_size(self) -> int:
+        return max(self.num_neighbours // 2, 1)
+
+    def _places(self, X: Array) -> Neighbourhoods:
+        return neighbourhoods(X, self.num_neighbours, self._group_size)

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from numpyro_sgp.math.linalg import cholesky, solve_lower, solve_lower_transposed
 from numpyro_sgp.posteriors.joint.by_rows import AbstractRows, GivenSeveral
 from numpyro_sgp.posteriors.moments import AbstractCovariance, standard_deviation
-from numpyro_sgp.posteriors.vecchia.neighbours import nearest_before
+from numpyro_sgp.posteriors.vecchia.neighbours import Neighbourhoods, nearest, nearest_before
 
 __all__ = [
     "NeighbourCovariance",
@@ -40,7 +40,9 @@ __all__ = [
     "conditionals",
     "draws",
     "log_normaliser",
+    "marginals",
     "moments_given",
+    "normaliser_of",
 ]
 
 _BLOCK = 2**16  # numbers in the kernel matrices of the rows that are treated at once
@@ -61,55 +63,72 @@ class SitesOfRows(NamedTuple):
     precision: Array
 
 
+def _apply(A: Array, B: Array) -> Array:
+    """A B, of matrices whose axes in front broadcast."""
+    return jnp.matmul(A, B, precision=jax.lax.Precision.HIGHEST)
+
+
 class _Solved(NamedTuple):
-    """What the moments and their derivatives are made of.
+    """What moments and normalisers, and their derivatives, are made of.
 
     Attributes:
-        b: r∘A⁻¹(r∘k), so that Var f = k(x, x) − kᵀb, (..., K).
-        weights: of λ₁ in the mean, k − K b, (..., K).
+        L: the root of A, (..., K, K).
+        r: (..., K).
         c: (I + diag(w) K)⁻¹λ₁, so that E f = kᵀc, (..., K).
-        mean_near: of f in the rows, K c, (..., K).
+        near: E f in the rows, K c, (..., K).
     """
 
-    b: Array
-    weights: Array
+    L: Array
+    r: Array
     c: Array
-    mean_near: Array
+    near: Array
+
+    def turned(self, k: Array) -> Array:
+        """r∘A⁻¹(r∘k), (..., K, b), so that Var f = k(x, x) − kᵀ of it."""
+        r = self.r[..., None]
+        return r * solve_lower_transposed(self.L, solve_lower(self.L, r * k))
 
 
-def _times(K: Array, x: Array) -> Array:
-    return jnp.sum(K * x[..., None, :], axis=-1)
-
-
-def _solved(K: Array, k: Array, lambda1: Array, w: Array) -> _Solved:
+def _solved(K: Array, lambda1: Array, w: Array) -> _Solved:
     r = standard_deviation(w)
     L = cholesky(jnp.eye(r.shape[-1], dtype=K.dtype) + r[..., :, None] * K * r[..., None, :])
-    # λ₁ may have axes in front of those of the kernel and of w.
-    right = jnp.stack(jnp.broadcast_arrays(*(r * each for each in (k, *_several(_times(K, lambda1), L)))), axis=-1)
-    solved = r[..., None] * solve_lower_transposed(L, solve_lower(L, right))
-    b = solved[..., 0]
-    c = lambda1 - jnp.moveaxis(solved[..., 1:], -1, 0).reshape(jnp.broadcast_shapes(lambda1.shape, b.shape))
-    return _Solved(b, k - _times(K, b), c, _times(K, c))
+    first = _Solved(L, r, lambda1, lambda1)
+    # λ₁ may have axes in front of those of the kernel and of w, which become columns.
+    right = _apply(K, _as_columns(lambda1, L))
+    c = lambda1 - _from_columns(first.turned(right), lambda1, L)
+    return _Solved(L, r, c, _from_columns(_apply(K, _as_columns(c, L)), c, L))
 
 
-def _several(x: Array, L: Array) -> list[Array]:
-    """The vectors in `x`, one for each entry of the axes that it has in front of those of L."""
-    return list(x.reshape(-1, *x.shape[x.ndim - L.ndim + 1 :]))
+def _as_columns(x: Array, L: Array) -> Array:
+    """(R…, ..., K) to (..., K, R), `...` being the axes in front of L."""
+    axes = L.ndim - 2
+    x = jnp.broadcast_to(x, (*x.shape[: max(x.ndim - 1 - axes, 0)], *L.shape[:-1]))
+    return jnp.moveaxis(x.reshape(-1, *L.shape[:-1]), 0, -1)
+
+
+def _from_columns(columns: Array, like: Array, L: Array) -> Array:
+    axes = L.ndim - 2
+    x = jnp.moveaxis(columns, -1, 0)
+    return x.reshape(*like.shape[: max(like.ndim - 1 - axes, 0)], *L.shape[:-1])
 
 
 @jax.custom_jvp
 def moments_given(K: Array, k: Array, prior: Array, lambda1: Array, w: Array) -> tuple[Array, Array]:
-    """Mean and variance of f at an input given sites in some rows, with their derivative written out.
+    """Means and variances of f at b inputs given sites in some rows, with their derivative written out.
 
     Args:
         K: prior covariance of the rows, (..., K, K).
-        k: their covariances with f, (..., K).
-        prior: variance of f, (...).
+        k: their covariances with f, (..., K, b).
+        prior: variances of f, (..., b).
         lambda1: of the sites, (..., K).
         w: their precisions, (..., K).
     """
-    found = _solved(K, k, lambda1, w)
-    return jnp.sum(k * found.c, axis=-1), _positive(prior - jnp.sum(k * found.b, axis=-1), prior)
+    found = _solved(K, lambda1, w)
+    return _mean(k, found.c), _positive(prior - jnp.sum(k * found.turned(k), axis=-2), prior)
+
+
+def _mean(k: Array, c: Array) -> Array:
+    return jnp.sum(k * c[..., None], axis=-2)
 
 
 def _positive(variance: Array, prior: Array) -> Array:
@@ -120,17 +139,48 @@ def _positive(variance: Array, prior: Array) -> Array:
 def _moments_given_jvp(primals: tuple, tangents: tuple) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     K, k, prior, lambda1, w = primals
     dK, dk, dprior, dlambda1, dw = tangents
-    b, weights, c, near = _solved(K, k, lambda1, w)
-    mean, variance = jnp.sum(k * c, axis=-1), _positive(prior - jnp.sum(k * b, axis=-1), prior)
-    turned = _times(dK, b)
-    dmean = jnp.sum((dk - turned) * c + weights * (dlambda1 - near * dw), axis=-1)
-    dvariance = dprior + jnp.sum(b * (turned - 2.0 * dk) - weights * weights * dw, axis=-1)
+    found = _solved(K, lambda1, w)
+    b, c = found.turned(k), found.c
+    weights = k - _apply(K, b)
+    mean, variance = _mean(k, c), _positive(prior - jnp.sum(k * b, axis=-2), prior)
+    turned = _apply(dK, b)
+    dmean = _mean(dk - turned, c) + _mean(weights, dlambda1 - found.near * dw)
+    dvariance = dprior + jnp.sum(b * (turned - 2.0 * dk) - weights * weights * dw[..., None], axis=-2)
     return (mean, variance), (dmean, dvariance)
 
 
-def _blocks(kernel: Callable, x: Array, X: Array) -> tuple[Array, Array, Array]:
-    """Prior covariances of rows, with f at an input, and the variance of that."""
-    return kernel(X, X), kernel(X, x[None])[..., 0], kernel(x[None])[..., 0]
+@jax.custom_jvp
+def normaliser_of(K: Array, lambda1: Array, w: Array) -> tuple[Array, Array]:
+    """−½ log|A|, (...), and R Σ Rᵀ of λ₁ in the rows of R, Σ = (K⁻¹ + diag(w))⁻¹, with their derivative written out.
+
+    Args:
+        K: prior covariance of the rows, (..., K, K).
+        lambda1: R, (R, ..., K).
+        w: precisions, (..., K).
+    """
+    found = _solved(K, lambda1, w)
+    return _half_log_determinant(found.L), jnp.sum(lambda1[:, None] * found.near[None], axis=-1)
+
+
+def _half_log_determinant(L: Array) -> Array:
+    return -jnp.sum(jnp.log(jnp.diagonal(L, axis1=-2, axis2=-1)), axis=-1)
+
+
+@normaliser_of.defjvp
+def _normaliser_of_jvp(primals: tuple, tangents: tuple) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    K, lambda1, w = primals
+    dK, dlambda1, dw = tangents
+    found = _solved(K, lambda1, w)
+    c, near = found.c, found.near
+    b = found.turned(K)
+    variance = jnp.diagonal(K - _apply(K, b), axis1=-2, axis2=-1)
+    precision = found.turned(jnp.eye(K.shape[-1], dtype=K.dtype))  # diag(r) A⁻¹ diag(r)
+    dlog = -0.5 * jnp.sum(precision * dK, axis=(-2, -1)) - 0.5 * jnp.sum(variance * dw, axis=-1)
+    turned = jnp.sum(dK * c[..., None, :], axis=-1)  # dK c
+    left = dlambda1[:, None] * near[None] + near[:, None] * dlambda1[None]
+    dproducts = jnp.sum(left + c[:, None] * turned[None] - near[:, None] * near[None] * dw, axis=-1)
+    products = jnp.sum(lambda1[:, None] * near[None], axis=-1)
+    return (_half_log_determinant(found.L), products), (dlog, dproducts)
 
 
 def _at(sites: SitesOfRows, index: Array) -> SitesOfRows:
@@ -141,7 +191,7 @@ def _at(sites: SitesOfRows, index: Array) -> SitesOfRows:
 
 
 def _over_rows(fn: Callable[..., Any], width: int, *rows: Array) -> Any:
-    """`fn` of each row, some at a time: what they need is made again for the gradient."""
+    """`fn` of each row, in front of all else: some at a time, and made again for the gradient."""
     N = rows[0].shape[0]
     size = max(min(_BLOCK // max(width * width, 1), N), 1)
     num = -(-N // size)
@@ -151,7 +201,7 @@ def _over_rows(fn: Callable[..., Any], width: int, *rows: Array) -> Any:
 
     block = jax.checkpoint(lambda rows: jax.vmap(fn)(*rows))
     found = jax.lax.map(block, tuple(split(x) for x in rows))
-    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, *x.shape[2:])[:N], 0, -1), found)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:N], found)
 
 
 def conditionals(kernel: Callable, X: Array, index: Array, sites: SitesOfRows) -> tuple[Array, Array]:
@@ -166,35 +216,71 @@ def conditionals(kernel: Callable, X: Array, index: Array, sites: SitesOfRows) -
 
     def of_row(x: Array, index: Array) -> tuple[Array, Array]:
         near = _at(sites, index)
-        return moments_given(*_blocks(kernel, x, near.X), near.lambda1, near.precision)
+        K, k, prior = kernel(near.X, near.X), kernel(near.X, x[None]), kernel(x[None])
+        mean, variance = moments_given(K, k, prior, near.lambda1, near.precision)
+        return mean[..., 0], variance[..., 0]
 
-    return _over_rows(of_row, index.shape[-1], X, index)
+    found = _over_rows(of_row, index.shape[-1], X, index)
+    mean, variance = (jnp.moveaxis(x, 0, -1) for x in found)
+    return mean, variance
 
 
-def products_of_sites(kernel: Callable, before: Array, sites: SitesOfRows, others: Array) -> tuple[Array, Array]:
-    """Log Z at λ₁ = 0, and Σ_n of the products λ₁Σλ₁′ of rows of `others` in the place of λ₁.
+def marginals(kernel: Callable, members: Array, near: Array, sites: SitesOfRows) -> tuple[Array, Array]:
+    """Means and variances of f in the rows of the sites, given those of their group and near it, (..., N).
 
     Args:
         kernel: its kernel.
-        before: for each row the nearest of those that come before it, (N, K).
+        members: of each group, (G, b); −1 for none.
+        near: rows near each, (G, K).
+        sites: of all rows.
+    """
+
+    def of_group(members: Array, near: Array) -> tuple[Array, Array]:
+        own, both = sites.X[members], _at(sites, jnp.concatenate([members, near]))
+        return moments_given(kernel(both.X, both.X), kernel(both.X, own), kernel(own), both.lambda1, both.precision)
+
+    def in_rows(x: Array) -> Array:  # (G, ..., b)
+        N = sites.X.shape[0]
+        x = jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1)
+        where = jnp.where(members < 0, N, members).ravel()
+        return jnp.zeros((*x.shape[:-1], N), x.dtype).at[..., where].set(x, mode="drop")
+
+    mean, variance = _over_rows(of_group, members.shape[-1] + near.shape[-1], members, near)
+    return in_rows(mean), in_rows(variance)
+
+
+def products_of_sites(
+    kernel: Callable, members: Array, before: Array, sites: SitesOfRows, others: Array
+) -> tuple[Array, Array]:
+    """Log Z at λ₁ = 0, and the products R Σ Rᵀ of rows R of `others` in the place of λ₁.
+
+    Args:
+        kernel: its kernel.
+        members: of each group, (G, b); −1 for none.
+        before: the nearest rows of groups that come before each, (G, K).
         sites: of all rows.
         others: (R, N), or (R, ..., N) for several latents.
 
     Returns:
         Arrays (...) and (R, R, ...).
     """
-    mean, s = conditionals(kernel, sites.X, before, sites._replace(lambda1=others))
-    w = sites.precision
-    D = 1.0 + w * s
-    left, right = others[:, None], others[None]
-    mean_left, mean_right = mean[:, None], mean[None]
-    products = (left * right * s + left * mean_right + right * mean_left - w * mean_left * mean_right) / D
-    return -0.5 * jnp.sum(jnp.log1p(w * s), axis=-1), jnp.sum(products, axis=-1)
+    sites = sites._replace(lambda1=others)
+
+    def of_group(members: Array, before: Array) -> tuple[Array, Array]:
+        both = _at(sites, jnp.concatenate([before, members]))
+        K, num = kernel(both.X, both.X), before.shape[0]
+        log_z, products = normaliser_of(K, both.lambda1, both.precision)
+        without = normaliser_of(K[..., :num, :num], both.lambda1[..., :num], both.precision[..., :num])
+        return log_z - without[0], products - without[1]
+
+    found = _over_rows(of_group, members.shape[-1] + before.shape[-1], members, before)
+    log_z, products = (jnp.sum(x, axis=0) for x in found)
+    return log_z, products
 
 
-def log_normaliser(kernel: Callable, before: Array, sites: SitesOfRows) -> Array:
+def log_normaliser(kernel: Callable, members: Array, before: Array, sites: SitesOfRows) -> Array:
     """Log Z, (...); arguments as those of `products_of_sites`."""
-    log_z, products = products_of_sites(kernel, before, sites, sites.lambda1[None])
+    log_z, products = products_of_sites(kernel, members, before, sites, sites.lambda1[None])
     return log_z + 0.5 * products[0, 0]
 
 
@@ -253,15 +339,15 @@ class NeighbourRows(AbstractRows):
     Attributes:
         kernel: its kernel.
         X: all rows, (N, D).
-        near: the nearest rows with a site to each, (N, K).
-        before: for each row with a site the nearest of those that come before it, (N_sites, K).
+        places: groups of the rows with a site.
+        index: the nearest rows with a site to each row after them, (N − N_sites, K).
         rows: where those are that are asked for, (N_rows,).
     """
 
     kernel: Any
     X: Array
-    near: Array
-    before: Array
+    places: Neighbourhoods
+    index: Array
     rows: Array
 
     def in_order(self, *values: Array) -> tuple[Array, ...]:
@@ -269,16 +355,23 @@ class NeighbourRows(AbstractRows):
         return tuple(jnp.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, missing)]) for value in values)
 
     def given_several(self, lambda1: Array, precision: Array) -> GivenSeveral:
-        sites = SitesOfRows(self.X, lambda1, precision)
-        mean, variance = conditionals(self.kernel, self.X, self.near, sites)
-        N = self.before.shape[0]
-        own = SitesOfRows(self.X[:N], lambda1[0, :N], precision[:N])
-        log_z, products = products_of_sites(self.kernel, self.before, own, lambda1[:, :N])
+        members, near, before = self.places.indices
+        N = self.X.shape[0] - self.index.shape[0]
+        own = SitesOfRows(self.X[:N], lambda1[:, :N], precision[:N])
+        mean, variance = marginals(self.kernel, members, near, own)
+        log_z, products = products_of_sites(self.kernel, members, before, own, own.lambda1)
+        if self.index.shape[0]:
+            found = conditionals(self.kernel, self.X[N:], self.index, own)
+            mean, variance = (jnp.concatenate(pair, axis=-1) for pair in zip((mean, variance), found, strict=True))
         return GivenSeveral(mean, variance, products, log_z)
 
     def covariance(self, lambda1: Array, precision: Array) -> NeighbourCovariance:
         sites = SitesOfRows(self.X, lambda1, precision)
-        return NeighbourCovariance(self.kernel, self.X[self.rows], self.near[self.rows], sites)
+        index = self.index
+        if not index.shape[0]:  # in training
+            N, num = self.X.shape[0], self.places.near.shape[-1]
+            index = nearest(self.X, self.X[self.rows], min(num, N))
+        return NeighbourCovariance(self.kernel, self.X[self.rows], index, sites)
 
 
 def draws(
@@ -305,13 +398,15 @@ def draws(
         there = jnp.broadcast_to(before >= 0, (*batch, before.shape[-1]))
         near, w = _at(sites, index), jnp.where(there, known[..., before], 0.0)
         precision = jnp.broadcast_to(near.precision, (*batch, index.shape[-1]))
-        K, k, prior = _blocks(kernel, x, jnp.concatenate([near.X, X[before]]))
+        rows = jnp.concatenate([near.X, X[before]])
+        K, k, prior = kernel(rows, rows), kernel(rows, x[None]), kernel(x[None])
         precision = jnp.concatenate([precision, w], axis=-1)
-        found = _solved(K, k, jnp.zeros_like(precision), precision)
-        variance = _positive(prior - jnp.sum(k * found.b, axis=-1), prior)
-        return found.weights[..., index.shape[-1] :] * w, variance
+        b = _solved(K, jnp.zeros_like(precision), precision).turned(k)
+        weights, variance = k - _apply(K, b), _positive(prior - jnp.sum(k * b, axis=-2), prior)
+        return weights[..., index.shape[-1] :, 0] * w, variance[..., 0]
 
-    weights, variance = _over_rows(of_row, 2 * index.shape[-1], X, index, before)  # (..., K, N) and (..., N)
+    found = _over_rows(of_row, 2 * index.shape[-1], X, index, before)
+    weights, variance = (jnp.moveaxis(x, 0, -1) for x in found)  # (..., K, N) and (..., N)
     pushes = standard_deviation(variance) * noise
 
     def step(values: Array, i: Array) -> tuple[Array, None]:

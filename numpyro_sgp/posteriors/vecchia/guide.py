@@ -63,13 +63,13 @@ class AutoVecchiaGP(AbstractAutoSparseGP):
         self,
         model: Callable,
         *,
-        num_neighbours: int = 20,
+        num_neighbours: int = 40,
         base: Any = AutoNormal,
         joint: Joint = "auto",
         prefix: str = "auto",
     ) -> None:
         if num_neighbours < 1:
-            msg = f"`num_neighbours` must be at least 1, got {num_neighbours}. The default is 20."
+            msg = f"`num_neighbours` must be at least 1, got {num_neighbours}. The default is 40."
             raise ValueError(msg)
         self._vecchia = Vecchia(num_neighbours)
         super().__init__(model, base=base, prefix=prefix, joint=joint)

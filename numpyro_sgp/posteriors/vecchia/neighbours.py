@@ -1,4 +1,7 @@
-"""Nearest rows, found on the host by a tree."""
+"""Groups of rows that are near each other, and the rows near each group, found on the host by a tree."""
+
+from collections.abc import Callable
+import dataclasses
 
 import jax
 from jax import Array
@@ -8,7 +11,30 @@ from jax.typing import ArrayLike
 import numpy as np
 from scipy.spatial import KDTree
 
-__all__ = ["nearest", "nearest_before"]
+__all__ = ["Neighbourhoods", "nearest", "nearest_before", "neighbourhoods"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Neighbourhoods:
+    """Groups of rows, and the rows near each: whole numbers in floating point, so that optimizers can hold them.
+
+    Attributes:
+        members: rows of each group, (G, b); −1 where there are fewer.
+        near: the nearest rows of other groups, (G, K).
+        before: the nearest rows of the groups that come before it in a random order, (G, K).
+    """
+
+    members: Array
+    near: Array
+    before: Array
+
+    @property
+    def indices(self) -> tuple[Array, Array, Array]:
+        """`members`, `near` and `before`, as indices."""
+        parts = self.members, self.near, self.before
+        members, near, before = (jnp.rint(jax.lax.stop_gradient(part)).astype(int) for part in parts)
+        return members, near, before
 
 
 def nearest(Z: ArrayLike, X: ArrayLike, num: int) -> Array:
@@ -19,7 +45,7 @@ def nearest(Z: ArrayLike, X: ArrayLike, num: int) -> Array:
         X: (N, D).
         num: K.
     """
-    return _on_host(_nearest, np.shape(X)[0], num, Z, X)
+    return _on_host(_nearest, (np.shape(X)[0], num), Z, X)
 
 
 def nearest_before(X: ArrayLike, num: int, seed: int = 0) -> tuple[Array, Array]:
@@ -33,18 +59,55 @@ def nearest_before(X: ArrayLike, num: int, seed: int = 0) -> tuple[Array, Array]
         seed: of the order.
     """
     order = np.random.default_rng(seed).permutation(np.shape(X)[0])
-    found = _on_host(lambda X, num: _nearest_before(X, order, num), np.shape(X)[0], num, X)
-    return jnp.asarray(order), found
+    rank = np.argsort(order)
+
+    def find(X: np.ndarray) -> np.ndarray:
+        return _nearest_before(X, X, rank, rank, num)
+
+    return jnp.asarray(order), _on_host(find, (np.shape(X)[0], num), X)
 
 
-def _on_host(find, num_rows: int, num: int, *inputs: ArrayLike) -> Array:
+def neighbourhoods(X: Array, num: int, size: int) -> Neighbourhoods:
+    """Groups of rows by halving along their widest column, and the rows near each.
+
+    Args:
+        X: (N, D).
+        num: K.
+        size: b, the most rows of a group.
+    """
+    N = X.shape[0]
+    G = max(len(_halved_sizes(N, size)), 1)
+
+    def find(X: np.ndarray) -> np.ndarray:
+        found = np.full((G, size + 2 * num), -1, np.int32)
+        groups = _halved(np.nan_to_num(X), np.arange(N), size)
+        of_row, centres = np.zeros(N, int), np.zeros((G, X.shape[1]))
+        for number, rows in enumerate(groups):
+            found[number, : len(rows)], of_row[rows], centres[number] = rows, number, X[rows].mean(axis=0)
+        found[:, size : size + num] = _nearest_of_others(X, centres, of_row, size, num)
+        rank = np.random.default_rng(0).permutation(G)
+        found[:, size + num :] = _nearest_before(X, centres, rank[of_row], rank, num)
+        return found
+
+    found = _on_host(find, (G, size + 2 * num), X).astype(X.dtype)
+    return Neighbourhoods(found[:, :size], found[:, size : size + num], found[:, size + num :])
+
+
+def _on_host(find: Callable[..., np.ndarray], shape: tuple[int, int], *inputs: ArrayLike) -> Array:
+    if find is _nearest:
+        num = shape[1]
+
+        def run(*inputs: ArrayLike) -> np.ndarray:
+            return _nearest(*(np.asarray(each) for each in inputs), num)
+    else:
+
+        def run(*inputs: ArrayLike) -> np.ndarray:
+            return find(*(np.asarray(each) for each in inputs))
+
     if not any(isinstance(each, Tracer) for each in inputs):
-        return jnp.asarray(find(*(np.asarray(each) for each in inputs), num))
-    shape = jax.ShapeDtypeStruct((num_rows, num), jnp.int32)
+        return jnp.asarray(run(*inputs))
     inputs = tuple(jax.lax.stop_gradient(each) for each in inputs)
-    return jax.pure_callback(
-        lambda *inputs: find(*(np.asarray(each) for each in inputs), num), shape, *inputs, vmap_method="sequential"
-    )
+    return jax.pure_callback(run, jax.ShapeDtypeStruct(shape, jnp.int32), *inputs, vmap_method="sequential")
 
 
 def _not_finite(X: np.ndarray) -> np.ndarray:
@@ -65,27 +128,53 @@ def _nearest(Z: np.ndarray, X: np.ndarray, num: int) -> np.ndarray:
     return found
 
 
-def _nearest_before(X: np.ndarray, order: np.ndarray, num: int) -> np.ndarray:
-    found = np.full((len(X), num), -1, np.int32)
+def _first(near: np.ndarray, wanted: np.ndarray, num: int) -> np.ndarray:
+    """The first of some rows that are wanted, in their order, −1 where there are fewer."""
+    index = np.argsort(~wanted, axis=1, kind="stable")[:, :num]
+    found = np.where(np.take_along_axis(wanted, index, 1), np.take_along_axis(near, index, 1), -1)
+    return np.pad(found, [(0, 0), (0, num - found.shape[1])], constant_values=-1)
+
+
+def _nearest_of_others(X: np.ndarray, centres: np.ndarray, of_row: np.ndarray, size: int, num: int) -> np.ndarray:
+    if len(bad := _not_finite(X)):
+        return np.where(np.arange(num) == 0, bad[0], -1) * np.ones((len(centres), 1), np.int32)
+    k = min(num + size, len(X))
+    near = np.reshape(KDTree(X).query(centres, k)[1], (-1, k))
+    return _first(near, of_row[near] != np.arange(len(centres))[:, None], num)
+
+
+def _nearest_before(
+    X: np.ndarray, centres: np.ndarray, rank_of_row: np.ndarray, rank: np.ndarray, num: int
+) -> np.ndarray:
+    """For each centre the nearest rows of a lower rank."""
+    found = np.full((len(centres), num), -1, np.int32)
     if len(bad := _not_finite(X)):
         found[:, 0] = bad[0]
         return found
-    X = X[order]
-    for place in range(min(num + 1, len(X))):  # all that come before
-        found[place, :place] = np.arange(place)
-    start = num + 1
-    while start < len(X):
-        # Of the nearest in the first rows, twice as many, half or more come before one in their second half.
-        stop = min(2 * start, len(X))
-        tree, left, k = KDTree(X[:stop]), np.arange(start, stop), min(3 * num, stop)
+    start = 1
+    while start < len(centres):
+        # Of the nearest rows of the first ranks half or more are below a rank in their second half.
+        stop = min(2 * start, len(centres))
+        rows = np.flatnonzero(rank_of_row < stop)
+        left = np.flatnonzero((rank >= start) & (rank < stop))
+        tree, k = KDTree(X[rows]), min(3 * num, len(rows))
         while len(left):
-            near = np.reshape(tree.query(X[left], k)[1], (len(left), k))
-            before = near < left[:, None]
-            enough = before.sum(axis=1) >= num
-            first = np.argsort(~before[enough], axis=1, kind="stable")[:, :num]
-            found[left[enough]] = np.take_along_axis(near[enough], first, axis=1)
-            left, k = left[~enough], min(2 * k, stop)
+            near = rows[np.reshape(tree.query(centres[left], k)[1], (-1, k))]
+            before = rank_of_row[near] < rank[left][:, None]
+            done = (before.sum(axis=1) >= num) | (k == len(rows))
+            found[left[done]] = _first(near[done], before[done], num)
+            left, k = left[~done], min(2 * k, len(rows))
         start = stop
-    rows = np.empty_like(found)
-    rows[order] = np.where(found < 0, -1, order[found])
-    return rows
+    return found
+
+
+def _halved_sizes(N: int, size: int) -> list[int]:
+    return [N] if size >= N else [*_halved_sizes(N // 2, size), *_halved_sizes(N - N // 2, size)]
+
+
+def _halved(X: np.ndarray, rows: np.ndarray, size: int) -> list[np.ndarray]:
+    if len(rows) <= size:
+        return [rows]
+    column, half = np.argmax(np.ptp(X[rows], axis=0)), len(rows) // 2
+    rows = rows[np.argpartition(X[rows, column], half)]
+    return [*_halved(X, rows[:half], size), *_halved(X, rows[half:], size)]
