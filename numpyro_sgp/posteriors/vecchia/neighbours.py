@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
+from functools import partial
 
 import jax
 from jax import Array
@@ -45,7 +46,7 @@ def nearest(Z: ArrayLike, X: ArrayLike, num: int) -> Array:
         X: (N, D).
         num: K.
     """
-    return _on_host(_nearest, (np.shape(X)[0], num), Z, X)
+    return _on_host(partial(_nearest, num=num), (np.shape(X)[0], num), Z, X)
 
 
 def nearest_before(X: ArrayLike, num: int, seed: int = 0) -> tuple[Array, Array]:
@@ -94,15 +95,8 @@ def neighbourhoods(X: Array, num: int, size: int) -> Neighbourhoods:
 
 
 def _on_host(find: Callable[..., np.ndarray], shape: tuple[int, int], *inputs: ArrayLike) -> Array:
-    if find is _nearest:
-        num = shape[1]
-
-        def run(*inputs: ArrayLike) -> np.ndarray:
-            return _nearest(*(np.asarray(each) for each in inputs), num)
-    else:
-
-        def run(*inputs: ArrayLike) -> np.ndarray:
-            return find(*(np.asarray(each) for each in inputs))
+    def run(*inputs: ArrayLike) -> np.ndarray:
+        return find(*(np.asarray(each) for each in inputs))
 
     if not any(isinstance(each, Tracer) for each in inputs):
         return jnp.asarray(run(*inputs))
