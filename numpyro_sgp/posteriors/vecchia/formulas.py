@@ -5,18 +5,18 @@ r = √w, A = I + diag(r) K diag(r) and k its covariances with these rows,
 
     E f = kᵀλ₁ − (r∘k)ᵀA⁻¹(r∘Kλ₁),    Var f = k(x, x) − (r∘k)ᵀA⁻¹(r∘k).
 
-The marginals of q(f) are conditioned on the nearest rows. The normaliser is a product over the rows in some order, each
-conditioned on the nearest of those before it, with mean μ and variance s from their sites:
+The marginals of q(f) in a group of rows are conditioned on the sites of the group and of the rows near it. The
+normaliser is a product over the groups in a random order, each conditioned on the nearest rows N of those before it,
 
-    log Z = Σ [½(λ₁² s + 2 λ₁ μ − w μ²)/D − ½ log D],    D = 1 + w s.
+    log Z = Σ_G [log Z(G ∪ N) − log Z(N)],    log Z(T) = ½ λ₁ᵀΣλ₁ − ½ log|A|,    Σ = (K⁻¹ + diag(w))⁻¹ in the rows T.
 
 With Gaussian noise this is the approximate likelihood of Vecchia. All is exact where the nearest rows are all rows.
 
 References:
     Vecchia (1988), "Estimation and model identification for continuous spatial processes"; Guinness (2018),
-    "Permutation and grouping methods for sharpening Gaussian process approximations", for the random order; Zilber and
-    Katzfuss (2021), "Vecchia-Laplace approximations of generalized Gaussian processes for big non-Gaussian spatial
-    data", for outcomes that are not Gaussian.
+    "Permutation and grouping methods for sharpening Gaussian process approximations", for random orders and groups;
+    Zilber and Katzfuss (2021), "Vecchia-Laplace approximations of generalized Gaussian processes for big non-Gaussian
+    spatial data", for outcomes that are not Gaussian.
 """
 
 from collections.abc import Callable

@@ -14,20 +14,22 @@ __all__ = ["AutoVecchiaGP"]
 
 
 class AutoVecchiaGP(AbstractAutoSparseGP):
-    """Each value of f from the K nearest rows, in O(N K³), to be trained with `NaturalGradient`.
+    """Each value of f from the nearest rows, in O(N K²), to be trained with `NaturalGradient`.
 
     For functions of few inputs, such as those of space, that are too rough for an affordable number of inducing inputs.
-    Each row has a Gaussian site t_n, as in `AutoTSVGP(model, None)`. A marginal of f is conditioned on the sites of the
-    nearest rows. In KL(q ‖ p) = E[log Π t_n] − log Z, the normaliser Z is a product over the rows in a random order,
-    each conditioned on the nearest of those before it. With Gaussian noise the loss is then the negative log likelihood
-    of Vecchia. It is no lower bound of the evidence, and exact where the neighbours are all rows.
+    Each row has a Gaussian site t_n, as in `AutoTSVGP(model, None)`. Groups of K/2 rows share K neighbours, and the
+    marginals of f in a group are conditioned on the sites of both. In KL(q ‖ p) = E[log Π t_n] − log Z, the normaliser
+    Z is a product over the groups in a random order, each conditioned on the nearest rows before it. With Gaussian
+    noise the loss is then the negative log likelihood of Vecchia. It is no lower bound, and exact where the neighbours
+    are all rows.
 
-    Neighbours are found once, by Euclidean distance in `X`: give its columns units in which they matter alike. More
-    neighbours are better, above all where outcomes are noisy. Give all rows at every step.
+    Neighbours are found once, by Euclidean distance in `X`: give its columns units in which they matter alike. Where
+    outcomes are noisy, f is that of many rows, and more neighbours are needed: double them until nothing moves. Give
+    all rows at every step.
 
     Args:
         model: a NumPyro model with `GaussianProcess` sites.
-        num_neighbours: K.
+        num_neighbours: K. Predictions take the K + K/2 nearest rows.
         base: guide for the other latents: an autoguide class, or a guide. A class starts a latent at what was observed
             of it, if it is the location of an outcome, and near its prior median otherwise.
         joint: which other latents have one joint Gaussian with a GP site: "auto" for all that meet it in a term of the
@@ -56,7 +58,8 @@ class AutoVecchiaGP(AbstractAutoSparseGP):
 
     References:
         Vecchia (1988), "Estimation and model identification for continuous spatial processes"; Zilber and Katzfuss
-        (2021), "Vecchia-Laplace approximations of generalized Gaussian processes for big non-Gaussian spatial data".
+        (2021), "Vecchia-Laplace approximations of generalized Gaussian processes for big non-Gaussian spatial data";
+        Guinness (2018), "Permutation and grouping methods for sharpening Gaussian process approximations".
     """
 
     def __init__(
