@@ -142,6 +142,7 @@ def test_training_and_predictions_are_those_of_the_dense_posterior(outcome):
         assert_allclose(*(result.params[name] for result in results), rtol=1e-9)
 
 
+@pytest.mark.thorough
 def test_hyperparameters_of_each_part_of_a_kernel_have_the_gradient_of_the_dense_bound():
     def kernel(w):
         return Matern12(w[0], w[1]) * Periodic(w[2], w[3]) + Matern52(w[4]) * Cosine(w[5], w[6]) + Constant(w[7])
@@ -228,6 +229,7 @@ def test_masked_outcomes_say_nothing():
     assert_allclose(q.variance, np.diag(S), atol=1e-9)
 
 
+@pytest.mark.thorough
 def test_draws_have_the_posterior_covariance():
     guide = sgp.AutoMarkovGP(model, base=AutoDelta)
     params = trained(guide, model, TIMES, COUNTS).params

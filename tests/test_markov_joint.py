@@ -126,6 +126,7 @@ def test_predictions_are_those_of_one_kernel_with_the_effects(runs):
     assert np.max(np.abs(np.cov(draws.T) - q.covariance()) / np.outer(sd, sd)) < 0.1
 
 
+@pytest.mark.thorough
 def test_diagnostics_are_those_of_one_kernel_with_the_effects(runs):
     found = []
     for _, svi, result in runs:
@@ -187,7 +188,7 @@ def groups(t, W, y=None):
     "model",
     [
         dispersion,
-        two_outcomes,
+        pytest.param(two_outcomes, marks=pytest.mark.thorough),
         pytest.param(noise_with_covariates, marks=pytest.mark.thorough),
         pytest.param(scaled, marks=pytest.mark.thorough),
         pytest.param(groups, marks=pytest.mark.thorough),

@@ -122,6 +122,7 @@ def test_a_discount_is_in_the_sites_before_the_steps_and_in_the_age_of_the_memor
     assert np.isin(np.asarray(after.keys)[stayed], 0.6 * np.asarray(before.keys)).all()
 
 
+@pytest.mark.thorough
 def test_with_a_memory_of_everything_a_step_is_that_of_the_batch_with_all_rows():
     svi = svi_of(learned, others=optax.sgd(1e-3))
     stream, state, _ = streamed(svi, (X, y), BATCHES[:2], memory=N)

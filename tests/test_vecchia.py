@@ -193,6 +193,7 @@ def with_effects(X, y=None):
         numpyro.sample("y", dist.NegativeBinomial2(jnp.exp(f + level), concentration), obs=y)
 
 
+@pytest.mark.thorough
 def test_latents_beside_f_have_the_joint_posterior_of_inducing_inputs_in_all_rows():
     keep = np.arange(N) != 3  # which is where another is
     found = []
