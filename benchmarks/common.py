@@ -8,6 +8,7 @@ import platform
 import subprocess
 
 import jax
+from jax.typing import ArrayLike
 import numpy as np
 import numpyro
 from numpyro.diagnostics import summary
@@ -80,6 +81,21 @@ def long_chains(model: Callable, *args, num_samples: int = 4000, **kwargs) -> tu
     found = summary(chains.get_samples(group_by_chain=True)).values()
     r_hat, ess = max(np.max(v["r_hat"]) for v in found), min(np.min(v["n_eff"]) for v in found)
     return chains.get_samples(), float(r_hat), float(ess)
+
+
+def beside(own: ArrayLike, exact: ArrayLike, *, positive: bool = False) -> dict[str, float]:
+    """Largest error of means, in standard deviations, and least, largest and mean ratio of standard deviations.
+
+    Args:
+        own: draws, (S, ...).
+        exact: draws of long chains, (S, ...).
+        positive: whether logarithms are compared.
+    """
+    own, exact = (np.log(np.asarray(each)) if positive else np.asarray(each) for each in (own, exact))
+    sd = exact.std(axis=0)
+    error, ratio = np.abs(own.mean(axis=0) - exact.mean(axis=0)) / sd, own.std(axis=0) / sd
+    found = {"error": np.max(error), "least": np.min(ratio), "largest": np.max(ratio), "mean_ratio": np.mean(ratio)}
+    return {name: float(value) for name, value in found.items()}
 
 
 def banana() -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 import time
 
-from common import long_chains, report
+from common import beside, long_chains, report
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +53,8 @@ def cost(num: int, repeats: int) -> dict:
     t = np.arange(num)[:, None] * 0.05
     y = rng.poisson(np.exp(np.sin(t[:, 0]))).astype(float)
     found = {"times": num}
-    for name, model, args in (("", counts, (t, y)), ("_with_effects", with_effects, (t, rng.normal(size=(num, 2)), y))):
+    models = {"": (counts, (t, y)), "_with_effects": (with_effects, (t, rng.normal(size=(num, 2)), y))}
+    for name, (model, args) in models.items():
         svi = SVI(model, sgp.AutoMarkovGP(model), sgp.NaturalGradient(0.5, optax.adam(0.01)), sgp.QuadratureELBO())
         state = svi.init(jax.random.key(0), *args)
         update = jax.jit(svi.update).lower(state, *args).compile()
@@ -192,14 +193,9 @@ def against_nuts(reduced: bool) -> list[dict]:
         params = svi.run(jax.random.key(2), steps, t, W, y, progress_bar=False).params
         draws = guide.sample_posterior(jax.random.key(3), params, t, W, sample_shape=(50 if reduced else 8000,))
         for latent in ("f", "level", "slopes", *(() if given else known)):
-            own, other = (np.asarray(each[latent]) for each in (draws, theirs))
-            if latent in known:
-                own, other = np.log(own), np.log(other)
-            sd = other.std(axis=0)
-            error, ratio = np.abs(own.mean(axis=0) - other.mean(axis=0)) / sd, own.std(axis=0) / sd
-            row = {"hyperparameters": kind, "latent": latent, "error": float(np.max(error))}
-            row |= {"least": float(np.min(ratio)), "largest": float(np.max(ratio)), "mean_ratio": float(np.mean(ratio))}
-            table.append(row | {"r_hat": r_hat, "ess": ess})
+            row = {"hyperparameters": kind, "latent": latent, "r_hat": r_hat, "ess": ess}
+            row |= beside(draws[latent], theirs[latent], positive=latent in known)
+            table.append(row)
             print(f"{kind} {latent}: mean within {row['error']:.2f} sd, sds {row['least']:.3f} to {row['largest']:.3f}")
     return table
 

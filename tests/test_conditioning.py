@@ -479,6 +479,7 @@ def joint_at_prior(model, guide, *args):
 
 @each_joint
 @eliminated_by_default
+@pytest.mark.thorough
 def test_all_members_of_a_joint_posterior_are_conditioned_together(name, eliminated):
     rows = [rows_of(half, X, GROUP, NOISE, GROUPED) for half in HALVES]
     guide = JOINT[name](grouped, Z)

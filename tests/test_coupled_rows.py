@@ -284,7 +284,7 @@ def test_a_term_that_is_sampled_is_said_once_with_its_cost():
         svi.update(state, X)
 
 
-@pytest.mark.parametrize("kind", ["tied", "whitened"])
+@pytest.mark.parametrize("kind", ["tied", pytest.param("whitened", marks=pytest.mark.thorough)])
 def test_a_posterior_does_not_need_the_data_of_the_terms(kind):
     def model(X, times=None):
         a = numpyro.sample("a", dist.Normal(0.0, 1.0))
@@ -359,7 +359,7 @@ def test_the_variance_of_few_rows_of_several_latents_is_that_of_the_dense_prior(
 
 
 @pytest.mark.filterwarnings(IS_SAMPLED)
-@pytest.mark.parametrize("kind", ["tied", "whitened"])
+@pytest.mark.parametrize("kind", ["tied", pytest.param("whitened", marks=pytest.mark.thorough)])
 def test_rows_of_which_few_inducing_variables_know_nearly_all_can_be_drawn(kind):
     many = np.linspace(0.0, 3.0, 30)[:, None]
 

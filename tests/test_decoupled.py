@@ -211,6 +211,7 @@ class Nugget:
         return kernel(X) + 0.5 if other is None else kernel(X, other)
 
 
+@pytest.mark.thorough
 def test_rows_and_blocks_know_the_variances_of_a_kernel():
     def model(X, y=None):
         f = numpyro.sample("f", sgp.GaussianProcess(Nugget(), X))

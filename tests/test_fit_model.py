@@ -223,7 +223,7 @@ def test_options_of_the_other_kind_are_refused():
         sgp.fit(3, KEY, (X, Y))
 
 
-@pytest.mark.parametrize("rows", [N, 23])
+@pytest.mark.parametrize("rows", [N, pytest.param(23, marks=pytest.mark.thorough)])
 def test_the_upper_bound_lies_above_the_evidence_and_reaches_it(rows, monkeypatch):
     monkeypatch.setattr(sparse_regression, "_BLOCK", 10)
     for seed in range(10):

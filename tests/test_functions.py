@@ -22,7 +22,7 @@ from numpyro_sgp.kernels import Matern52, SquaredExponential
 from numpyro_sgp.posteriors.functions import _draw_prior, _prior_at, sample_functions
 from numpyro_sgp.posteriors.process import process_posterior
 
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
 
 N, M, D, C, N_NEW, DRAWS = 7, 5, 2, 3, 4, 1500
 RNG = np.random.default_rng(70)

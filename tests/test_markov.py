@@ -119,7 +119,7 @@ def trained(guide, model, *args, num_steps=15, step_size=0.7, **kwargs):
     "outcome",
     [
         "Poisson",
-        "Student",
+        pytest.param("Student", marks=pytest.mark.thorough),
         pytest.param("Bernoulli", marks=pytest.mark.thorough),
         pytest.param("Gaussian", marks=pytest.mark.thorough),
     ],
@@ -277,6 +277,7 @@ def test_new_times_may_have_another_dtype(dtype):
     assert_allclose(ours.mean, same.mean, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_new_outcomes_are_taken_in_as_if_they_had_been_there():
     guide = sgp.AutoMarkovGP(partial(model, outcome="Gaussian"), base=AutoDelta)
     first, late = TIMES[:25], TIMES[25:]

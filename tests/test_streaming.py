@@ -180,7 +180,8 @@ def matern52_jax(X, Z, lengthscale):
     return (1.0 + r + r**2 / 3.0) * jnp.exp(-r)
 
 
-@pytest.mark.parametrize("fewest", [pytest.param(64, marks=pytest.mark.thorough), 2], ids=["dense", "eliminated"])
+@pytest.mark.parametrize("fewest", [64, 2], ids=["dense", "eliminated"])
+@pytest.mark.thorough
 def test_effects_of_groups_are_carried_with_the_past(fewest, monkeypatch):
     monkeypatch.setattr(members, "_FEWEST_EFFECTS", fewest)
     svi = svi_of(effects, base=AutoNormal)
@@ -196,7 +197,7 @@ def test_effects_of_groups_are_carried_with_the_past(fewest, monkeypatch):
             np.testing.assert_allclose(found[name], value, atol=1e-8)
 
 
-@pytest.mark.parametrize("model", [fixed, effects], ids=["alone", "joint"])
+@pytest.mark.parametrize("model", [fixed, pytest.param(effects, marks=pytest.mark.thorough)], ids=["alone", "joint"])
 def test_inducing_inputs_that_are_added_leave_the_posterior_as_it_was(model):
     args = (X, y) if model is fixed else (X, GROUP, y)
     svi = svi_of(model, base=AutoNormal)

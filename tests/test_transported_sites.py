@@ -22,7 +22,7 @@ from numpyro_sgp.posteriors.natural_parameters import TiedSites
 N, M, JITTER = 40, 6, 1e-6
 KERNEL = SquaredExponential(0.7, 1.3)
 
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
 
 
 def data():

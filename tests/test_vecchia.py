@@ -257,6 +257,7 @@ def test_new_outcomes_are_taken_in_as_if_they_had_been_there():
     assert_allclose(q.mean, COUNTS @ gain, atol=1e-8)
 
 
+@pytest.mark.thorough
 def test_a_step_has_no_matrix_of_all_rows():
     sizes = {}
     for many in (2000, 8000):

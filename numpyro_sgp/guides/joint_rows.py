@@ -19,7 +19,7 @@ from numpyro_sgp.kernels.functional import same_rows
 from numpyro_sgp.math.products import matmul, matvec
 from numpyro_sgp.posteriors.family import AbstractRowFamily, is_initial
 from numpyro_sgp.posteriors.joint.by_rows import JointByRows, JointCovariance, markers
-from numpyro_sgp.posteriors.moments import AbstractCovariance, Moments
+from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, Moments
 from numpyro_sgp.posteriors.natural_parameters import JointSites, Perturbed
 
 __all__ = ["RowsRun"]
@@ -40,7 +40,11 @@ class RowsRun(AbstractJointRun):
         super().__init__(group, trace, model)
         (site,) = group.sites
         prior: Any = unwrap(trace[site]["fn"])
-        family.check_prior(prior)
+        try:
+            family.check_prior(prior)
+        except (TypeError, ValueError) as error:
+            error.add_note(f"This was at the GP site {site!r}.")
+            raise
         B = matmul(self.prior_root, self.prior_root.T)
 
         def start(rng_key: Array) -> JointSites:
@@ -52,6 +56,7 @@ class RowsRun(AbstractJointRun):
         value = param("joint_sites", start)
         sites = param("sites", lambda _: family.row_sites(self.num_latents, prior.X))
         training, self._line = isinstance(sites, Perturbed), None
+        self._training = training or is_initial(param, "sites")  # when no draws of f in all rows are asked for
         if not is_initial(param, "sites"):
             self._line = family.in_rows(prior, value_of(sites), training=training)
         variance = prior.kernel(prior.X)
@@ -72,12 +77,12 @@ class RowsRun(AbstractJointRun):
         of_w = matmul(gaussian.S_sqrt.T, gaussian.G)
         mean = gaussian.given(gaussian.mean)
         variance = gaussian.f[1] + jnp.sum(of_w * of_w, axis=0)
-        covariance = None if self._line is None else JointCovariance(self._given_latents(), of_w)
+        covariance = None if self._training else JointCovariance(self._given_latents(), of_w)
         q = SparsePosterior(prior, Moments(mean, variance, gaussian.kl, covariance), batch_shape)
         q.joint_run = self
         return q
 
-    def _given_latents(self) -> AbstractCovariance:
+    def _given_latents(self) -> AbstractDenseCovariance:
         assert self._line is not None
         sites = value_of(self.gaussian.sites)
         return self._line.covariance(*self._line.in_order(sites.lambda1, sites.Lambda2[:, 0]))
@@ -90,28 +95,19 @@ class RowsRun(AbstractJointRun):
         return self._f + q.prior.prior_mean
 
     def log_ratio(self, site: str, batch_shape: tuple[int, ...]) -> Array:
-        """The log ratio log q(f, w) − log p(f) − log r(w) at the draw, NaN where that is not at the times of the sites.
+        """The log ratio log q(f, w) − log p(f) − log r(w) at the draw, NaN where that is not at the rows of the sites.
 
-        It is the logarithm of the sites there, less what is expected of that, and the divergence.
+        It is the logarithm of the sites there, less that of their normaliser.
         """
         del site, batch_shape
         gaussian = self.gaussian
         sites, own = value_of(gaussian.sites), value_of(gaussian.value)
-        if sites.X.shape[0] != self._f.shape[-1]:
-            return jnp.full((), jnp.nan, self._f.dtype)
-        p, C = sites.Lambda2[:, 0], sites.Lambda2[:, 1:].T
-
-        def log_sites(f: Array, w: Array) -> Array:
-            of_f = jnp.sum(sites.lambda1 * f - 0.5 * p * f * f - f * matvec(C.T, w))
-            return of_f + own.lambda1 @ w - 0.5 * w @ matvec(own.Lambda2, w)
-
-        mean, S_sqrt, G = gaussian.mean, gaussian.S_sqrt, gaussian.G
-        # The quadratic part is expected at the covariance.
-        T, of_w = matmul(gaussian.L, S_sqrt), matmul(S_sqrt.T, G)
-        second = gaussian.f[1] + jnp.sum(of_w * of_w, axis=0)
-        quadratic = jnp.sum(p * second) + jnp.sum(T * matmul(own.Lambda2, T)) - 2.0 * jnp.sum(C * matmul(T, of_w))
-        expected = log_sites(gaussian.given(mean), matvec(gaussian.L, mean)) - 0.5 * quadratic
-        ratio = log_sites(self._f, matvec(gaussian.L, self.v)) - expected + gaussian.kl
+        f, w = self._f, matvec(gaussian.L, self.v)
+        if sites.X.shape[0] != f.shape[-1]:
+            return jnp.full((), jnp.nan, f.dtype)
+        p, of_w = sites.Lambda2[:, 0], matvec(sites.Lambda2[:, 1:], w)
+        of_rows = jnp.sum(f * (sites.lambda1 - 0.5 * p * f - of_w))
+        ratio = of_rows + w @ (own.lambda1 - 0.5 * matvec(own.Lambda2, w)) - gaussian.log_z
         return jnp.where(self._same, ratio, jnp.nan)
 
     def given(self, site: str, q: SparsePosterior) -> SparsePosterior:

@@ -170,7 +170,7 @@ class AbstractRowFamily(AbstractPosteriorFamily):
         """Raise where a training step came with another number of rows than at initialisation."""
         if sites.X.shape != prior.X.shape:
             msg = (
-                f"`Auto{type(self).__name__}GP` holds one site for each of the {sites.X.shape[0]} rows given at "
+                f"`{type(self).__name__}` holds one site for each of the {sites.X.shape[0]} rows given at "
                 f"initialisation; a training step came with X of shape {prior.X.shape}. Give all rows at every step."
             )
             raise ValueError(msg)

@@ -70,6 +70,27 @@ class AbstractCovariance(ABC):
         return None
 
 
+class AbstractDenseCovariance(AbstractCovariance):
+    """The covariance of a posterior whose u are the values of f at the training inputs."""
+
+    @property
+    def num_noise(self) -> None:
+        return None
+
+    def of_inducing(self) -> None:
+        return None
+
+    def variance_of_inducing(self) -> None:
+        return None
+
+    def deviation(self, noise: Array) -> Array:
+        raise NotImplementedError
+
+    @abstractmethod
+    def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
+        """Joint draws of f − E[f], shape (..., N)."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Roots(AbstractCovariance):

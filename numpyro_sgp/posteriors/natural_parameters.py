@@ -31,7 +31,6 @@ __all__ = [
     "DatumSites",
     "EffectSites",
     "JointSites",
-    "NeighbourSites",
     "Past",
     "Perturbation",
     "Perturbed",
@@ -222,18 +221,20 @@ class DatumSites(AbstractSites):
         lambda1: (..., N).
         Lambda2: precisions, the diagonal of Λ₂, (..., N).
         X: the training inputs, or functionals, the factors belong to, (N, D); data, not trained.
+        places: which rows are near each other, for a posterior that asks for that; data.
     """
 
     lambda1: Array
     Lambda2: Array
     X: Array
+    places: Any = None
 
     @classmethod
-    def zeros(cls, batch_shape: tuple[int, ...], X: Array) -> "DatumSites":
+    def zeros(cls, batch_shape: tuple[int, ...], X: Array, places: Any = None) -> "DatumSites":
         """Sites that change nothing: q is the prior."""
         # In buffers of their own, so that a state with them can be donated.
         first, second = (jnp.zeros((*batch_shape, X.shape[-2]), X.dtype) for _ in range(2))
-        return cls(first, second, own_copy(X))
+        return cls(first, second, own_copy(X), places)
 
     def extended(self, linear: Array, precision: Array, X: Array) -> "DatumSites":
         """These sites, and those of other rows: λ₁, (..., N′), precisions, (..., N′), and inputs, (N′, D)."""
@@ -248,21 +249,6 @@ class DatumSites(AbstractSites):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class NeighbourSites(DatumSites):
-    """Sites of rows that know which rows are near each other.
-
-    Args:
-        lambda1: (..., N).
-        Lambda2: (..., N).
-        X: as in `DatumSites`.
-        places: groups of rows, and the rows near each; data.
-    """
-
-    places: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class RowSites(AbstractSites):
     """Sites of f in its rows beside those of latents w in one Gaussian, exp(λ₁ᵀf − ½ fᵀdiag(p) f − fᵀCᵀw).
 
@@ -270,7 +256,7 @@ class RowSites(AbstractSites):
         lambda1: λ₁, (N,).
         Lambda2: p in the first column, Cᵀ in the others, (N, 1 + P).
         X: the training inputs, (N, D); data, not trained.
-        places: as in `NeighbourSites`, or None.
+        places: as in `DatumSites`.
     """
 
     lambda1: Array

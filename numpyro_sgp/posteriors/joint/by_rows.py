@@ -32,7 +32,7 @@ from numpyro_sgp.posteriors.joint.predictors import (
     perturbed_covariance,
     shared_effect,
 )
-from numpyro_sgp.posteriors.moments import AbstractCovariance, whiten
+from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, whiten
 from numpyro_sgp.posteriors.natural_parameters import JointSites, Perturbed, RowSites, perturb_kl, perturb_marginals
 
 __all__ = ["AbstractRows", "GivenSeveral", "JointByRows", "JointCovariance", "markers"]
@@ -45,34 +45,38 @@ class GivenSeveral(NamedTuple):
         mean: R Σ, (1 + P, N).
         variance: diag(Σ), (N,).
         products: R Σ Rᵀ, (1 + P, 1 + P).
-        log_determinant_part: log Z at λ₁ = 0, (): −½ log|I + K diag(p)|.
+        log_normaliser: log Z at λ₁ = 0, −½ log|I + K diag(p)|, ().
     """
 
     mean: Array
     variance: Array
     products: Array
-    log_determinant_part: Array
+    log_normaliser: Array
 
 
 class AbstractRows(ABC):
-    """A process at the rows of its sites and those that are asked for.
+    """A process at the rows of its sites and those that are asked for, in an order of its own.
 
     Attributes:
-        rows: where those are that are asked for, (N_rows,).
+        order: where each row is among those of the sites, as they were given, and those asked for after them, (N,).
+        rows: where in that order those are that are asked for, (N_rows,).
     """
 
+    order: Array
     rows: Array
 
-    @abstractmethod
     def in_order(self, *values: Array) -> tuple[Array, ...]:
         """Values in the rows of sites as they were given, (..., N_sites), in the order of the process, 0 elsewhere."""
+        missing = self.order.shape[0] - values[0].shape[-1]
+        padded = (jnp.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, missing)]) for value in values)
+        return tuple(value[..., self.order] for value in padded)
 
     @abstractmethod
     def given_several(self, lambda1: Array, precision: Array) -> GivenSeveral:
         """What sites say in all rows, in the order of the process: λ₁, (1 + P, N), and p, (N,)."""
 
     @abstractmethod
-    def covariance(self, lambda1: Array, precision: Array) -> AbstractCovariance:
+    def covariance(self, lambda1: Array, precision: Array) -> AbstractDenseCovariance:
         """The covariance between the rows that are asked for."""
 
 
@@ -88,7 +92,7 @@ def markers(kff: Array) -> Rows:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class JointCovariance(AbstractCovariance):
+class JointCovariance(AbstractDenseCovariance):
     """Cov(f) = Cov(f | w) + Cov(E[f | w]).
 
     Attributes:
@@ -96,36 +100,23 @@ class JointCovariance(AbstractCovariance):
         T: a root of the other term, (P, N).
     """
 
-    given_latents: AbstractCovariance
+    given_latents: AbstractDenseCovariance
     T: Array
-
-    @property
-    def num_noise(self) -> int | None:
-        return None
 
     def given_inducing(self, Kff: Array) -> Array:
         return self.given_latents.given_inducing(Kff) + matmul(self.T.T, self.T)
 
-    def of_inducing(self) -> Array | None:
-        return None
-
-    def variance_of_inducing(self) -> Array | None:
-        return None
-
-    def deviation(self, noise: Array) -> Array:
-        raise NotImplementedError
-
-    def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array | None:
+    def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
         of_w, of_f = jax.random.split(rng_key)
         rest = self.given_latents.draw_deviations(of_f, shape)
         noise = jax.random.normal(of_w, (*shape[:-1], self.T.shape[0]), self.T.dtype)
-        return None if rest is None else rest + matmul(noise, self.T)
+        return rest + matmul(noise, self.T)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class JointByRows(AbstractJointGaussian):
-    """q(f, w), by what the smoother says of f at the rows of the model.
+    """q(f, w), by what is known of f at the rows of the model.
 
     Attributes:
         value: sites of w, (P,) and (P, P), perturbed or not.
@@ -136,6 +127,7 @@ class JointByRows(AbstractJointGaussian):
         f: mean and variance of f given w = 0 at the rows, (N,).
         G: LᵀG, so that E[f | w] = m − (LᵀG)ᵀv, (P, N).
         kl: the divergence.
+        log_z: log Z of all sites.
         offset: prior mean of w, which is centred above, (P,).
         root: R with R Rᵀ = B, (P, P).
         effect_variance: of effects of groups: there are none, (0,).
@@ -150,6 +142,7 @@ class JointByRows(AbstractJointGaussian):
     f: tuple[Array, Array]
     G: Array
     kl: Array
+    log_z: Array
     offset: Array
     root: Array
     effect_variance: Array
@@ -171,7 +164,7 @@ class JointByRows(AbstractJointGaussian):
         Args:
             value: sites of w.
             sites: those of f and between the two.
-            line: the times; None for sites of f that are zero.
+            line: f at the rows; None for sites of f that are zero.
             prior_variance: of f at the rows, (N,).
             offset: prior mean of w, (P,).
             root: of its prior covariance, (P, P).
@@ -188,12 +181,12 @@ class JointByRows(AbstractJointGaussian):
             lambda1, p, C = line.in_order(lambda1, p, C)
             known, rows = line.given_several(jnp.concatenate([lambda1[None], C]), p), line.rows
             m, G, variance, products = known.mean[0], known.mean[1:], known.variance, known.products
-            log_z = known.log_determinant_part + 0.5 * products[0, 0]
+            log_z = known.log_normaliser + 0.5 * products[0, 0]
         linear, precision = linear - products[0, 1:], precision - products[1:, 1:]
         of_v = matvec(L.T, linear)
         mean, S_sqrt = natural_mean_and_root(of_v, matmul(matmul(L.T, 0.5 * (precision + precision.T)), L))
         log_z = log_z + 0.5 * of_v @ mean + jnp.sum(jnp.log(jnp.diagonal(S_sqrt)))
-        # E[log sites], at all times.
+        # E[log sites], over all rows.
         w, T = matvec(L, mean), matmul(L, S_sqrt)
         turned = matmul(T.T, G)
         f = m - matvec_transposed(G, w)
@@ -203,7 +196,8 @@ class JointByRows(AbstractJointGaussian):
         own = of_w.lambda1 @ w - 0.5 * (w @ matvec(of_w.Lambda2, w) + jnp.sum(T * matmul(of_w.Lambda2, T)))
         f, G = (m[rows], variance[rows]), matmul(L.T, G[:, rows])
         none, spans = jnp.zeros(0, offset.dtype), {site: (0, 1, 2)}
-        return cls(value, sites, L, mean, S_sqrt, f, G, of_rows + own - log_z, offset, root, none, spans)
+        kl = of_rows + own - log_z
+        return cls(value, sites, L, mean, S_sqrt, f, G, kl, log_z, offset, root, none, spans)
 
     @property
     def size(self) -> int:

@@ -12,7 +12,7 @@ from numpyro_sgp.math.products import matmul
 from numpyro_sgp.posteriors.joint.by_rows import AbstractRows, GivenSeveral
 from numpyro_sgp.posteriors.markov.formulas import Smoothed, smoothed, smoothing_draws
 from numpyro_sgp.posteriors.markov.state_space import AbstractStateSpace
-from numpyro_sgp.posteriors.moments import AbstractCovariance, Moments
+from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, Moments
 
 __all__ = ["MarkovCovariance", "Timeline"]
 
@@ -36,11 +36,6 @@ class Timeline(AbstractRows):
     rows: Array
     parallel: bool = dataclasses.field(metadata={"static": True})
 
-    def in_order(self, *values: Array) -> tuple[Array, ...]:
-        missing = self.order.shape[0] - values[0].shape[-1]
-        padded = (jnp.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, missing)]) for value in values)
-        return tuple(value[..., self.order] for value in padded)
-
     def smoothed(self, lambda1: Array, precision: Array) -> Smoothed:
         """The smoother at all times, in ascending order."""
         return smoothed(self.model, self.interval, lambda1, precision, parallel=self.parallel)
@@ -57,7 +52,7 @@ class Timeline(AbstractRows):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class MarkovCovariance(AbstractCovariance):
+class MarkovCovariance(AbstractDenseCovariance):
     """The covariance between rows of a process with sites at times in ascending order.
 
     Attributes:
@@ -76,10 +71,6 @@ class MarkovCovariance(AbstractCovariance):
         kl = q.divergence(self.lambda1, self.precision)
         return Moments(q.mean[..., rows], q.variance[..., rows], kl, self)
 
-    @property
-    def num_noise(self) -> int | None:
-        return None
-
     def given_inducing(self, Kff: Array) -> Array:
         """Cov(f), (..., N, N), one smoothing for each row: the mean moves by a column of it with each λ₁."""
         zeros = jnp.zeros_like(self.lambda1)
@@ -93,15 +84,6 @@ class MarkovCovariance(AbstractCovariance):
         own = jnp.sum(h[:, None] * self.line.model.covariance * h, axis=(-2, -1))
         extra = diagonal(Kff) - own[..., None]
         return covariance + extra[..., None] * jnp.eye(Kff.shape[-1], dtype=Kff.dtype)
-
-    def of_inducing(self) -> Array | None:
-        return None
-
-    def variance_of_inducing(self) -> Array | None:
-        return None
-
-    def deviation(self, noise: Array) -> Array:
-        raise NotImplementedError
 
     def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
         axes, zeros = self.lambda1.ndim, jnp.zeros_like(self.lambda1)

@@ -7,13 +7,12 @@ from jax import Array
 import jax.numpy as jnp
 
 from numpyro_sgp._internal.probed import value_of
-from numpyro_sgp._internal.pytrees import own_copy
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.kernels.functional import AbstractFunctional, same_rows
 from numpyro_sgp.posteriors.family import AbstractRowFamily, at_prior, is_initial
 from numpyro_sgp.posteriors.moments import Moments, perturbed_moments
-from numpyro_sgp.posteriors.natural_parameters import NeighbourSites, Perturbed, RowSites
+from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed, RowSites
 from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
 from numpyro_sgp.posteriors.vecchia.formulas import (
     NeighbourCovariance,
@@ -39,7 +38,7 @@ class Vecchia(AbstractRowFamily):
     num_neighbours: int = 40
 
     def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
-        value = param("sites", lambda _: self._zeros(batch_shape, prior.X))
+        value = param("sites", lambda _: DatumSites.zeros(batch_shape, prior.X, self._places(prior.X)))
         if is_initial(param, "sites"):
             self.check_prior(prior)
             return at_prior(prior.kernel, prior.X)
@@ -61,7 +60,7 @@ class Vecchia(AbstractRowFamily):
 
     def updated(self, fitted: FittedParameters, q: SparsePosterior, linear: Array, precision: Array) -> dict[str, Any]:
         both = fitted("sites").extended(linear, precision, q.prior.X)
-        return {"sites": NeighbourSites(both.lambda1, both.Lambda2, both.X, self._places(both.X))}
+        return {"sites": dataclasses.replace(both, places=self._places(both.X))}
 
     def check_prior(self, prior: GaussianProcess) -> None:
         if isinstance(prior.X, AbstractFunctional):
@@ -74,20 +73,16 @@ class Vecchia(AbstractRowFamily):
     def row_sites(self, num_latents: int, X: Array) -> RowSites:
         return RowSites.zeros(num_latents, X, self._places(X))
 
-    def in_rows(self, prior: GaussianProcess, sites: NeighbourSites | RowSites, *, training: bool) -> NeighbourRows:
+    def in_rows(self, prior: GaussianProcess, sites: DatumSites | RowSites, *, training: bool) -> NeighbourRows:
         if training:
             self.check_rows(prior, sites)
         X, N = sites.fixed_X, sites.X.shape[0]
         if training:
-            none = jnp.zeros((0, self.num_neighbours), int)
-            return NeighbourRows(prior.kernel, X, sites.places, none, jnp.arange(N))
-        rows = N + jnp.arange(prior.X.shape[0])
+            none, rows = jnp.zeros((0, self.num_neighbours), int), jnp.arange(N)
+            return NeighbourRows(prior.kernel, X, sites.places, none, rows, rows)
         both, index = jnp.concatenate([X, prior.X]), self._nearest(X, prior.X)
-        return NeighbourRows(prior.kernel, both, sites.places, index, rows)
-
-    def _zeros(self, batch_shape: tuple[int, ...], X: Array) -> NeighbourSites:
-        first, second = (jnp.zeros((*batch_shape, X.shape[0]), X.dtype) for _ in range(2))
-        return NeighbourSites(first, second, own_copy(X), self._places(X))
+        order = jnp.arange(both.shape[0])
+        return NeighbourRows(prior.kernel, both, sites.places, index, order, order[N:])
 
     def _nearest(self, Z: Array, X: Array) -> Array:
         """As many rows as those in training know of."""

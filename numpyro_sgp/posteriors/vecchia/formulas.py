@@ -30,8 +30,8 @@ import jax.numpy as jnp
 
 from numpyro_sgp.math.linalg import cholesky, solve_lower, solve_lower_transposed
 from numpyro_sgp.posteriors.joint.by_rows import AbstractRows, GivenSeveral
-from numpyro_sgp.posteriors.moments import AbstractCovariance, standard_deviation
-from numpyro_sgp.posteriors.vecchia.neighbours import Neighbourhoods, nearest, nearest_before
+from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, given_tangents, standard_deviation
+from numpyro_sgp.posteriors.vecchia.neighbours import Neighbourhoods, nearest_before
 
 __all__ = [
     "NeighbourCovariance",
@@ -135,18 +135,31 @@ def _positive(variance: Array, prior: Array) -> Array:
     return jnp.maximum(variance, jnp.finfo(variance.dtype).eps * prior)
 
 
-@moments_given.defjvp
-def _moments_given_jvp(primals: tuple, tangents: tuple) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+def _moments_given_jvp(primals: tuple, tangents: tuple) -> tuple[tuple[Array, Array], Any]:
     K, k, prior, lambda1, w = primals
-    dK, dk, dprior, dlambda1, dw = tangents
+    dK, dk, dprior, dlambda1, dw = given_tangents(tangents)
     found = _solved(K, lambda1, w)
     b, c = found.turned(k), found.c
-    weights = k - _apply(K, b)
     mean, variance = _mean(k, c), _positive(prior - jnp.sum(k * b, axis=-2), prior)
-    turned = _apply(dK, b)
-    dmean = _mean(dk - turned, c) + _mean(weights, dlambda1 - found.near * dw)
-    dvariance = dprior + jnp.sum(b * (turned - 2.0 * dk) - weights * weights * dw[..., None], axis=-2)
+    dmean, dvariance = jnp.zeros_like(mean), jnp.zeros_like(variance)
+    if dprior is not None:
+        dvariance += dprior
+    if dk is not None:
+        dmean, dvariance = dmean + _mean(dk, c), dvariance - 2.0 * jnp.sum(b * dk, axis=-2)
+    if dK is not None:
+        turned = _apply(dK, b)
+        dmean, dvariance = dmean - _mean(turned, c), dvariance + jnp.sum(b * turned, axis=-2)
+    if dlambda1 is not None or dw is not None:
+        weights = k - _apply(K, b)  # of λ₁ in the mean
+        if dlambda1 is not None:
+            dmean += _mean(weights, dlambda1)
+        if dw is not None:
+            dmean -= _mean(weights, found.near * dw)
+            dvariance -= jnp.sum(weights * weights * dw[..., None], axis=-2)
     return (mean, variance), (dmean, dvariance)
+
+
+moments_given.defjvp(_moments_given_jvp, symbolic_zeros=True)
 
 
 @jax.custom_jvp
@@ -166,21 +179,28 @@ def _half_log_determinant(L: Array) -> Array:
     return -jnp.sum(jnp.log(jnp.diagonal(L, axis1=-2, axis2=-1)), axis=-1)
 
 
-@normaliser_of.defjvp
-def _normaliser_of_jvp(primals: tuple, tangents: tuple) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+def _normaliser_of_jvp(primals: tuple, tangents: tuple) -> tuple[tuple[Array, Array], Any]:
     K, lambda1, w = primals
-    dK, dlambda1, dw = tangents
+    dK, dlambda1, dw = given_tangents(tangents)
     found = _solved(K, lambda1, w)
     c, near = found.c, found.near
-    b = found.turned(K)
-    variance = jnp.diagonal(K - _apply(K, b), axis1=-2, axis2=-1)
-    precision = found.turned(jnp.eye(K.shape[-1], dtype=K.dtype))  # diag(r) A⁻¹ diag(r)
-    dlog = -0.5 * jnp.sum(precision * dK, axis=(-2, -1)) - 0.5 * jnp.sum(variance * dw, axis=-1)
-    turned = jnp.sum(dK * c[..., None, :], axis=-1)  # dK c
-    left = dlambda1[:, None] * near[None] + near[:, None] * dlambda1[None]
-    dproducts = jnp.sum(left + c[:, None] * turned[None] - near[:, None] * near[None] * dw, axis=-1)
-    products = jnp.sum(lambda1[:, None] * near[None], axis=-1)
-    return (_half_log_determinant(found.L), products), (dlog, dproducts)
+    log_z, products = _half_log_determinant(found.L), jnp.sum(lambda1[:, None] * near[None], axis=-1)
+    dlog_z, dproducts = jnp.zeros_like(log_z), jnp.zeros_like(products)
+    if dK is not None:
+        precision = found.turned(jnp.eye(K.shape[-1], dtype=K.dtype))  # diag(r) A⁻¹ diag(r)
+        dlog_z -= 0.5 * jnp.sum(precision * dK, axis=(-2, -1))
+        turned = jnp.sum(dK * c[..., None, :], axis=-1)
+        dproducts += jnp.sum(c[:, None] * turned[None], axis=-1)
+    if dlambda1 is not None:
+        dproducts += jnp.sum(dlambda1[:, None] * near[None] + near[:, None] * dlambda1[None], axis=-1)
+    if dw is not None:
+        variance = jnp.diagonal(K - _apply(K, found.turned(K)), axis1=-2, axis2=-1)
+        dlog_z -= 0.5 * jnp.sum(variance * dw, axis=-1)
+        dproducts -= jnp.sum(near[:, None] * near[None] * dw, axis=-1)
+    return (log_z, products), (dlog_z, dproducts)
+
+
+normaliser_of.defjvp(_normaliser_of_jvp, symbolic_zeros=True)
 
 
 def _at(sites: SitesOfRows, index: Array) -> SitesOfRows:
@@ -286,7 +306,7 @@ def log_normaliser(kernel: Callable, members: Array, before: Array, sites: Sites
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class NeighbourCovariance(AbstractCovariance):
+class NeighbourCovariance(AbstractDenseCovariance):
     """The covariance between rows, one after the other given those near it.
 
     Attributes:
@@ -301,24 +321,11 @@ class NeighbourCovariance(AbstractCovariance):
     index: Array
     sites: SitesOfRows
 
-    @property
-    def num_noise(self) -> int | None:
-        return None
-
     def given_inducing(self, Kff: Array) -> Array:
         N = self.X.shape[0]
         noise = jnp.broadcast_to(jnp.eye(N, dtype=Kff.dtype), (*Kff.shape[:-2], N, N))
         root = self._draws(jnp.moveaxis(noise, -2, 0))  # (N, ..., N), linear in the noise
         return jnp.einsum("s...i,s...j->...ij", root, root, precision=jax.lax.Precision.HIGHEST)
-
-    def of_inducing(self) -> Array | None:
-        return None
-
-    def variance_of_inducing(self) -> Array | None:
-        return None
-
-    def deviation(self, noise: Array) -> Array:
-        raise NotImplementedError
 
     def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
         axes = self.sites.lambda1.ndim
@@ -340,7 +347,8 @@ class NeighbourRows(AbstractRows):
         kernel: its kernel.
         X: all rows, (N, D).
         places: groups of the rows with a site.
-        index: the nearest rows with a site to each row after them, (N − N_sites, K).
+        index: the nearest rows with a site to each row after them, (N − N_sites, K); none in training.
+        order: 0 to N − 1.
         rows: where those are that are asked for, (N_rows,).
     """
 
@@ -348,11 +356,8 @@ class NeighbourRows(AbstractRows):
     X: Array
     places: Neighbourhoods
     index: Array
+    order: Array
     rows: Array
-
-    def in_order(self, *values: Array) -> tuple[Array, ...]:
-        missing = self.X.shape[0] - values[0].shape[-1]
-        return tuple(jnp.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, missing)]) for value in values)
 
     def given_several(self, lambda1: Array, precision: Array) -> GivenSeveral:
         members, near, before = self.places.indices
@@ -367,11 +372,7 @@ class NeighbourRows(AbstractRows):
 
     def covariance(self, lambda1: Array, precision: Array) -> NeighbourCovariance:
         sites = SitesOfRows(self.X, lambda1, precision)
-        index = self.index
-        if not index.shape[0]:  # in training
-            N, num = self.X.shape[0], self.places.near.shape[-1]
-            index = nearest(self.X, self.X[self.rows], min(num, N))
-        return NeighbourCovariance(self.kernel, self.X[self.rows], index, sites)
+        return NeighbourCovariance(self.kernel, self.X[self.rows], self.index, sites)
 
 
 def draws(
