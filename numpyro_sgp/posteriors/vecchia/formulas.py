@@ -30,7 +30,7 @@ import jax.numpy as jnp
 
 from numpyro_sgp.math.linalg import cholesky, solve_lower, solve_lower_transposed
 from numpyro_sgp.posteriors.joint.by_rows import AbstractRows, GivenSeveral
-from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, given_tangents, standard_deviation
+from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, standard_deviation
 from numpyro_sgp.posteriors.vecchia.neighbours import Neighbourhoods, nearest_before
 
 __all__ = [
@@ -135,31 +135,18 @@ def _positive(variance: Array, prior: Array) -> Array:
     return jnp.maximum(variance, jnp.finfo(variance.dtype).eps * prior)
 
 
-def _moments_given_jvp(primals: tuple, tangents: tuple) -> tuple[tuple[Array, Array], Any]:
+@moments_given.defjvp
+def _moments_given_jvp(primals: tuple, tangents: tuple) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     K, k, prior, lambda1, w = primals
-    dK, dk, dprior, dlambda1, dw = given_tangents(tangents)
+    dK, dk, dprior, dlambda1, dw = tangents
     found = _solved(K, lambda1, w)
     b, c = found.turned(k), found.c
+    weights = k - _apply(K, b)
     mean, variance = _mean(k, c), _positive(prior - jnp.sum(k * b, axis=-2), prior)
-    dmean, dvariance = jnp.zeros_like(mean), jnp.zeros_like(variance)
-    if dprior is not None:
-        dvariance += dprior
-    if dk is not None:
-        dmean, dvariance = dmean + _mean(dk, c), dvariance - 2.0 * jnp.sum(b * dk, axis=-2)
-    if dK is not None:
-        turned = _apply(dK, b)
-        dmean, dvariance = dmean - _mean(turned, c), dvariance + jnp.sum(b * turned, axis=-2)
-    if dlambda1 is not None or dw is not None:
-        weights = k - _apply(K, b)  # of λ₁ in the mean
-        if dlambda1 is not None:
-            dmean += _mean(weights, dlambda1)
-        if dw is not None:
-            dmean -= _mean(weights, found.near * dw)
-            dvariance -= jnp.sum(weights * weights * dw[..., None], axis=-2)
+    turned = _apply(dK, b)
+    dmean = _mean(dk - turned, c) + _mean(weights, dlambda1 - found.near * dw)
+    dvariance = dprior + jnp.sum(b * (turned - 2.0 * dk) - weights * weights * dw[..., None], axis=-2)
     return (mean, variance), (dmean, dvariance)
-
-
-moments_given.defjvp(_moments_given_jvp, symbolic_zeros=True)
 
 
 @jax.custom_jvp
@@ -179,28 +166,21 @@ def _half_log_determinant(L: Array) -> Array:
     return -jnp.sum(jnp.log(jnp.diagonal(L, axis1=-2, axis2=-1)), axis=-1)
 
 
-def _normaliser_of_jvp(primals: tuple, tangents: tuple) -> tuple[tuple[Array, Array], Any]:
+@normaliser_of.defjvp
+def _normaliser_of_jvp(primals: tuple, tangents: tuple) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     K, lambda1, w = primals
-    dK, dlambda1, dw = given_tangents(tangents)
+    dK, dlambda1, dw = tangents
     found = _solved(K, lambda1, w)
     c, near = found.c, found.near
-    log_z, products = _half_log_determinant(found.L), jnp.sum(lambda1[:, None] * near[None], axis=-1)
-    dlog_z, dproducts = jnp.zeros_like(log_z), jnp.zeros_like(products)
-    if dK is not None:
-        precision = found.turned(jnp.eye(K.shape[-1], dtype=K.dtype))  # diag(r) A⁻¹ diag(r)
-        dlog_z -= 0.5 * jnp.sum(precision * dK, axis=(-2, -1))
-        turned = jnp.sum(dK * c[..., None, :], axis=-1)
-        dproducts += jnp.sum(c[:, None] * turned[None], axis=-1)
-    if dlambda1 is not None:
-        dproducts += jnp.sum(dlambda1[:, None] * near[None] + near[:, None] * dlambda1[None], axis=-1)
-    if dw is not None:
-        variance = jnp.diagonal(K - _apply(K, found.turned(K)), axis1=-2, axis2=-1)
-        dlog_z -= 0.5 * jnp.sum(variance * dw, axis=-1)
-        dproducts -= jnp.sum(near[:, None] * near[None] * dw, axis=-1)
-    return (log_z, products), (dlog_z, dproducts)
-
-
-normaliser_of.defjvp(_normaliser_of_jvp, symbolic_zeros=True)
+    b = found.turned(K)
+    variance = jnp.diagonal(K - _apply(K, b), axis1=-2, axis2=-1)
+    precision = found.turned(jnp.eye(K.shape[-1], dtype=K.dtype))  # diag(r) A⁻¹ diag(r)
+    dlog = -0.5 * jnp.sum(precision * dK, axis=(-2, -1)) - 0.5 * jnp.sum(variance * dw, axis=-1)
+    turned = jnp.sum(dK * c[..., None, :], axis=-1)  # dK c
+    left = dlambda1[:, None] * near[None] + near[:, None] * dlambda1[None]
+    dproducts = jnp.sum(left + c[:, None] * turned[None] - near[:, None] * near[None] * dw, axis=-1)
+    products = jnp.sum(lambda1[:, None] * near[None], axis=-1)
+    return (_half_log_determinant(found.L), products), (dlog, dproducts)
 
 
 def _at(sites: SitesOfRows, index: Array) -> SitesOfRows:
