@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 import platform
 import subprocess
+from typing import Any
 
 import jax
 from jax.typing import ArrayLike
@@ -73,10 +74,12 @@ def earlier(name: str, settings: dict, folder: Path | None) -> dict:
     return before["runs"]
 
 
-def long_chains(model: Callable, *args, num_samples: int = 4000, **kwargs) -> tuple[dict[str, jax.Array], float, float]:
+def long_chains(
+    model: Callable, *args, num_samples: int = 4000, dense_mass: Any = False, **kwargs
+) -> tuple[dict[str, jax.Array], float, float]:
     """2 × `num_samples` draws by NUTS, the largest R-hat and the smallest effective sample size of all entries."""
     options = {"num_warmup": min(num_samples, 1000), "num_samples": num_samples, "num_chains": 2}
-    chains = MCMC(NUTS(model), **options, chain_method="sequential", progress_bar=False)
+    chains = MCMC(NUTS(model, dense_mass=dense_mass), **options, chain_method="sequential", progress_bar=False)
     chains.run(jax.random.key(0), *args, **kwargs)
     found = summary(chains.get_samples(group_by_chain=True)).values()
     r_hat, ess = max(np.max(v["r_hat"]) for v in found), min(np.min(v["n_eff"]) for v in found)

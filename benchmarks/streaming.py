@@ -8,6 +8,7 @@ numbers; hyperparameters and inducing inputs are those of the first batch.
 
     python benchmarks/streaming.py --data elevators.npz bike.npz magic.npz --output results
     python benchmarks/streaming.py --data kin40k.npz --num-inducing 512 --output results
+    python benchmarks/streaming.py --data kin40k.npz --num-inducing 512 --memory 4000 --output results
     python benchmarks/streaming.py --synthetic --output results
     python benchmarks/streaming.py --data elevators.npz bike.npz kin40k.npz --peers PYTHON --output results
     python benchmarks/streaming.py --costs --output results
@@ -374,6 +375,8 @@ def main(arguments: argparse.Namespace) -> None:
         report("conditioning_nuts", {"table": against_nuts(arguments.reduced)}, arguments.output)
         return
     settings = REDUCED if arguments.reduced else {**SETTINGS, "num_inducing": arguments.num_inducing}
+    if arguments.memory is not None:
+        settings = {**settings, "memory": arguments.memory}
     batches = 5 if arguments.reduced else BATCHES
     runs = earlier("streaming", {"batches": batches}, arguments.output)
     sets = {path.stem: npz(path) for path in arguments.data}
@@ -395,7 +398,14 @@ def main(arguments: argparse.Namespace) -> None:
         else:
             model = make_model(X.shape[1], binary)
             run = {"rows": len(X), "settings": settings, "numpyro_sgp": {}}
-            run["all_rows"] = on_all_rows(model, (X, y), Xt, yt, binary, settings)
+            if arguments.memory is None:
+                run["all_rows"] = on_all_rows(model, (X, y), Xt, yt, binary, settings)
+            else:
+                # All rows at once know of no memory.
+                if {**runs[name]["settings"], "memory": arguments.memory} != settings:
+                    raise SystemExit(f"{name} is in the results with other settings: {runs[name]['settings']}.")
+                run["all_rows"] = runs[name]["all_rows"]
+                name = f"{name}, memory of {arguments.memory}"
             print(f"{name}: {len(X)} rows, all rows {run['all_rows']['nlpd']:.4f}", flush=True)
             for order in parts:
                 found = in_batches(model, parts[order], (X, y), Xt, yt, binary, settings)
@@ -413,6 +423,7 @@ if __name__ == "__main__":
     parser.add_argument("--data", type=Path, nargs="*", default=[], help="data sets as .npz with X, y and test_mask")
     parser.add_argument("--synthetic", action="store_true", help="500 000 rows of a known function, too")
     parser.add_argument("--num-inducing", type=int, default=SETTINGS["num_inducing"])
+    parser.add_argument("--memory", type=int, help="another memory, for data sets in the results")
     parser.add_argument("--costs", action="store_true", help="the times of `condition` in the place of streams")
     parser.add_argument("--nuts", action="store_true", help="a comparison with NUTS in the place of streams")
     parser.add_argument("--peers", help="interpreter with GPyTorch, for data sets in the results")

@@ -257,6 +257,19 @@ def test_a_fixed_number_of_inducing_inputs_moves_with_the_data():
     assert inducing.min() < -1.0 < 1.0 < inducing.max()
 
 
+def test_inducing_inputs_are_centres_of_all_rows_while_the_memory_holds_these():
+    svi = svi_of(fixed, Z=np.linspace(-9.0, -8.0, M)[:, None])
+    stream, state, _ = streamed(svi, (X, y), BATCHES[:2], memory=12, move_inducing=True)
+    inducing = np.asarray(stream.get_params(state)["f_auto_inducing"].Z)
+    nearest = np.argmin(np.abs(X[:24] - inducing.T), axis=1)
+    np.testing.assert_allclose(inducing[:, 0], [X[:24, 0][nearest == m].mean() for m in range(M)], rtol=1e-12)
+    np.testing.assert_allclose(at_new(svi, stream.get_params(state)), sparse_posterior(X[:24], y[:24], inducing))
+    # Then rows have left, and at most the share of the batch in all rows is new.
+    state, _ = stream.update(state, X[24:], y[24:])
+    later = np.asarray(stream.get_params(state)["f_auto_inducing"].Z)
+    assert M - np.ceil(M * (len(X) - 24) / len(X)) <= np.isin(later, inducing).sum()
+
+
 def test_fitted_parameters_go_on_as_the_past():
     svi = svi_of(fixed)
     fitted = svi.run(jax.random.key(0), 1, X[:12], y[:12], progress_bar=False).params

@@ -71,9 +71,10 @@ class Streaming:
         svi: with a guide whose GP sites have tied sites, `AutoTSVGP(model, inducing)`, and `NaturalGradient`.
         memory: how many past rows are kept, a uniform sample of all that there have been.
         num_steps: steps of the `SVI` object for each batch.
-        move_inducing: whether inducing inputs follow the data. From those there are, and some centres of the rows of a
-            batch, those stay that explain most (`greedy_variance`). Inducing variables of another kind, those of
-            functionals, and those of several latents with kernels of their own stay where they are.
+        move_inducing: whether inducing inputs follow the data. While all rows are in the memory they are the centres
+            of these (`kmeans`). Later, from those there are, and some centres of the rows of a batch, those stay that
+            explain most (`greedy_variance`). Inducing variables of another kind, those of functionals, and those of
+            several latents with kernels of their own stay where they are.
         max_inducing: the most of them. There are more where the data go, and fewer where they are not needed any more;
             each change compiles anew. None keeps their number.
         tolerance: the share of the prior variance at inducing inputs and new rows that may stay unexplained, beyond
@@ -292,6 +293,7 @@ class Streaming:
         if not self.move_inducing or (seen == 0 and self.max_inducing is None):
             return params, past
         sites = self._look(self._constrained(params), rows, kwargs=kwargs)
+        all_here = not any(np.any(x) for x in jax.tree.leaves(past))
         moved = {}
         for site, (kernel, X) in sites.items():
             name = f"{site}_{self.svi.guide.prefix}_inducing"
@@ -300,10 +302,11 @@ class Streaming:
             Z, M = np.asarray(params[name].Z), params[name].num_inducing
             most = self.max_inducing or M
             # As many as their share in all rows: the sample is then one of all rows.
-            new = np.asarray(X)[-batch:]
-            number = min(len(np.unique(new, axis=0)), -(-most * batch // (seen + batch)))
+            new, share = (np.asarray(X), 1.0) if all_here else (np.asarray(X)[-batch:], batch / (seen + batch))
+            number = min(len(np.unique(new, axis=0)), int(np.ceil(most * share)))
             found = np.asarray(kmeans(None, new, rng_key, num_inducing=number))
-            together = np.concatenate([Z, found])
+            # Sums that are projected lose a little. Where there are none yet, all may move.
+            together = found if all_here and number == most else np.concatenate([Z, found])
             if self.max_inducing is not None:
                 needed = len(pivots_of(kernel, together, min(most, len(together)), self.tolerance))
                 M = rung(M, needed, most, len(together))

@@ -112,11 +112,10 @@ def _nearest(Z: np.ndarray, X: np.ndarray, num: int) -> np.ndarray:
     found, k = np.full((len(X), num), -1, np.int32), min(num, len(Z))
     if not k:
         return found
-    # What is not a number is a neighbour of all, and has one, so that it is seen in the moments.
+    # What is not a number is a neighbour of all, so that it is seen in the moments.
     if len(bad := _not_finite(Z)):
         found[:, 0] = bad[0]
         return found
-    found[_not_finite(X), 0] = 0
     rows = np.isfinite(X).all(axis=1)
     found[rows, :k] = np.reshape(KDTree(Z).query(X[rows], k)[1], (-1, k))
     return found
