@@ -21,7 +21,7 @@ from numpyro_sgp.fitting.automatic.budget import Budget, parsed_budget
 from numpyro_sgp.fitting.automatic.placing import placed, precision_of_rows, unexplained
 from numpyro_sgp.fitting.automatic.profile import Profile
 from numpyro_sgp.fitting.automatic.report import evidence_of
-from numpyro_sgp.fitting.automatic.task import Task, effects
+from numpyro_sgp.fitting.automatic.task import Task, effects, is_over_time
 
 module = sys.modules["numpyro_sgp.fitting.automatic.fit_model"]  # the attribute is the function
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
@@ -128,6 +128,26 @@ def test_the_profile_has_the_best_sites_at_given_hyperparameters():
     best = svi.run(KEY, 200, X, COUNTS, progress_bar=False).losses[-1]
     assert_allclose(profile.evaluate({})[0], best, rtol=1e-8)
     assert not profile.exact
+
+
+@pytest.mark.parametrize("over_time", [True, False], ids=["time", "groups"])
+def test_the_best_sites_of_a_joint_posterior_are_found_from_those_of_far_other_hyperparameters(over_time):
+    def model(X, group, y=None):
+        noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
+        f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.Matern32(1.0), X))
+        with numpyro.plate("groups", 4):
+            effect = numpyro.sample("effect", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f + effect[group], noise), obs=y)
+
+    joint = ("f", "effect")
+    guide = sgp.AutoMarkovGP(model, joint=joint) if over_time else sgp.AutoTSVGP(model, X[::4], joint=joint)
+    profile = Profile(model, guide, sgp.QuadratureELBO(), KEY, (X, GROUP, Y), {}, None)
+    profile.move({"noise_auto_scale": jnp.asarray(np.log(1e-6))})
+    at = {scale: {"noise_auto_loc": jnp.asarray(np.log(scale))} for scale in (0.005, 0.3)}
+    expected = profile.evaluate(at[0.3])[0]
+    assert profile.evaluate(at[0.005])[0] > expected + 1000.0
+    assert_allclose(profile.evaluate(at[0.3])[0], expected, rtol=1e-6)
 
 
 @pytest.mark.thorough
@@ -306,6 +326,73 @@ def test_factors_of_a_process_and_limited_latents_are_not_joint_and_what_is_adde
 
     task = Task(model, (X, Y), N, sgp.QuadratureELBO(), AutoNormal, "auto", None, None, 10, False, 0, np.inf)
     assert set(effects(task, np.arange(N), KEY)) == {"f", "slope"}
+
+
+def over_time(X, trend, y=None):
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
+    noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
+    slope = numpyro.sample("slope", dist.Normal(0.0, 2.0))
+    f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.Matern12(lengthscale), X))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(f + slope * trend, noise), obs=y)
+
+
+def test_a_function_of_many_times_is_smoothed_and_ends_at_the_mode_of_the_exact_evidence(monkeypatch):
+    monkeypatch.setattr(module, "_MANY_TIMES", 10)
+    monkeypatch.setattr(module, "_PART_OF_TIMES", 25)
+    trend = RNG.normal(size=N)
+    y = Y + 0.5 * trend
+    result = sgp.fit(over_time, KEY, (X, trend, y))
+    assert isinstance(result.guide, sgp.AutoMarkovGP)
+    assert "smoothed over time" in result.report.method
+    assert result.report.converged
+
+    def covariance(lengthscale):
+        return np.exp(-np.abs(X - X.T) / lengthscale)
+
+    def evidence(z):
+        C = covariance(np.exp(z[0])) + 4.0 * np.outer(trend, trend) + np.exp(2.0 * z[1]) * np.eye(N)
+        return oracles.gaussian_log_density(y, np.zeros(N), C) - 0.5 * z[0] ** 2 - 0.5 * (z[1] + 1.0) ** 2
+
+    best = minimize(lambda z: -evidence(z), np.zeros(2), method="Nelder-Mead", options={"xatol": 1e-7, "fatol": 1e-10})
+    median = result.guide.median(result.params, X, trend)
+    assert_allclose([median["lengthscale"], median["noise"]], np.exp(best.x), rtol=1e-3)
+    C = covariance(median["lengthscale"]) + 4.0 * np.outer(trend, trend) + float(median["noise"]) ** 2 * np.eye(N)
+    assert_allclose(median["slope"], 4.0 * trend @ np.linalg.solve(C, y), atol=1e-4)
+    assert_allclose(median["f"], covariance(median["lengthscale"]) @ np.linalg.solve(C, y), atol=1e-4)
+    # Inducing inputs that are asked for are taken.
+    assert isinstance(sgp.fit(over_time, KEY, (X, trend, y), num_inducing=3, budget=1).guide, sgp.AutoTSVGP)
+
+
+def test_one_function_of_time_with_a_state_space_and_rows_of_their_own_is_smoothed():
+    kernel = sgp.kernels.Matern32(1.0)
+
+    def smooth(X, y=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(1.0), X))
+        numpyro.sample("y", dist.Poisson(jnp.exp(f)).to_event(1), obs=y)
+
+    def two(X, y=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(kernel, X))
+        g = numpyro.sample("g", sgp.GaussianProcess(kernel, X))
+        numpyro.sample("y", dist.Poisson(jnp.exp(f + g)).to_event(1), obs=y)
+
+    def changes(X, y=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(kernel, X))
+        numpyro.sample("y", dist.Normal(jnp.diff(f), 1.0).to_event(1), obs=None if y is None else y[1:])
+
+    def once(X, y=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(kernel, X))
+        numpyro.sample("y", dist.Poisson(jnp.exp(f)).to_event(1), obs=y)
+
+    def found(model, X):
+        data = (X, COUNTS)
+        task = Task(model, data, N, sgp.QuadratureELBO(), AutoNormal, "auto", None, None, 10, False, 0, np.inf)
+        return is_over_time(task, np.arange(N), KEY)
+
+    assert [found(model, X) for model in (once, smooth, two, changes)] == [True, False, False, False]
+    assert not found(once, np.concatenate([X, X], axis=1))
+    kernel = kernel * sgp.kernels.Periodic(1.0, 1.0)  # has an approximate form only
+    assert not found(once, X)
 
 
 @pytest.mark.thorough

@@ -1,5 +1,6 @@
 """`NaturalGradient`: natural steps for sites, any optax transformation for the rest, in one forward pass."""
 
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -186,7 +187,7 @@ class NaturalGradient(AbstractRefusingOptimizer):
         def e_step(carry: Carry) -> tuple[tuple[Array, Any], Carry]:
             sites, others, others_state, finite = carry
             outputs = []
-            for group in [[name] for name in sites] if self.in_turn else [list(sites)]:
+            for group in _posteriors(sites) if self.in_turn else [list(sites)]:
                 moving = {name: sites[name] for name in group}
                 given = {**others, **_unperturbed({name: sites[name] for name in sites if name not in group})}
                 output, direction, _ = self._differentiate(lambda params, given=given: fn({**given, **params}), moving)
@@ -220,6 +221,14 @@ class NaturalGradient(AbstractRefusingOptimizer):
         zeros = {name: value.perturbation(for_step=True, floor=self.floor) for name, value in sites.items()}
         output, (found, grads) = probe(fn, lambda name, zero: Perturbed(sites[name], zero), zeros, others or {})
         return output, {name: d.of_unit_scale(sites[name]) for name, d in found.items()}, grads
+
+
+def _posteriors(sites: Sites) -> list[list[str]]:
+    """Names of the sites by posterior: those of a joint one make no sense with others of them from before a step."""
+    found: dict[str, list[str]] = {}
+    for name in sites:
+        found.setdefault(re.sub("_(joint_|effect_)?sites$", "", name), []).append(name)
+    return list(found.values())
 
 
 def _is_far_up(loss: Array, state: NaturalGradientState) -> Array:

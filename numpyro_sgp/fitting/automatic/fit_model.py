@@ -20,7 +20,7 @@ from numpyro_sgp.fitting.automatic.needs import inducing_of, priors_at
 from numpyro_sgp.fitting.automatic.placing import unexplained
 from numpyro_sgp.fitting.automatic.report import FitReport, FitResult, evidence_of
 from numpyro_sgp.fitting.automatic.search import NEGLIGIBLE, Search
-from numpyro_sgp.fitting.automatic.task import Task, effects
+from numpyro_sgp.fitting.automatic.task import Task, effects, is_over_time
 from numpyro_sgp.fitting.batches import checked_rows
 from numpyro_sgp.fitting.training import train
 from numpyro_sgp.guides.members import Joint
@@ -33,6 +33,8 @@ __all__ = ["fit_model"]
 # A larger data set is first seen through a sample of its rows, and then as a whole if that takes at most this many
 # operations N M²: about a second on a core.
 _SAMPLE, _MOST_OPERATIONS = 2000, 2e9
+# A function of more times than these is smoothed; more than those are first seen through a part of them.
+_MANY_TIMES, _PART_OF_TIMES = 2000, 10_000
 # Steps of the first cycle and of the longest.
 _FIRST_CYCLE, _LONGEST_CYCLE = 500, 4000
 # Where step sizes start in a cycle: of Adam, and ρ.
@@ -78,6 +80,10 @@ def fit_model(
     )
     key_search, key_train = jax.random.split(jax.random.fold_in(rng_key, 1))
     every, some = np.arange(rows), np.sort(np.random.default_rng(0).permutation(rows)[:_SAMPLE])
+    free = num_inducing is None and inducing is None and learn_inducing is None and batch_size is None
+    if free and rows > _MANY_TIMES and is_over_time(task, every[: min(rows, _PART_OF_TIMES)], key_search):
+        task = dataclasses.replace(task, over_time=True)
+        return _smoothed(task, joint is None, key_search, key_train, num_steps, started, progress_bar)
     # Without `num_data` a model does not know that it sees a part.
     whole = not task.keywords(rows) or (rows <= _SAMPLE if batch_size is None else batch_size == rows)
     if joint is None:
@@ -87,7 +93,7 @@ def fit_model(
     if not whole and batch_size is None and search.profile.exact and search.enough:
         M = search.num_inducing
         if rows * M**2 <= _MOST_OPERATIONS and allowed.allows(M, rows):
-            guide = search.guide.with_inducing(search.inducing)
+            guide = search.sparse_guide.with_inducing(search.inducing)
             search = Search(task, every, key_search, guide, search.hyperparameters)
             search.run()
             whole = True
@@ -98,13 +104,38 @@ def fit_model(
     return _trained(search, key_train, batch_size, num_steps, started, progress_bar)
 
 
+def _smoothed(
+    task: Task,
+    choose_joint: bool,
+    key_search: Array,
+    key_train: Array,
+    num_steps: int | None,
+    started: float,
+    progress_bar: bool,
+) -> FitResult:
+    """A function of time: hyperparameters from some of the times that follow one another, then from all."""
+    every = np.arange(task.rows)
+    some = every[: min(task.rows, _PART_OF_TIMES)]
+    if choose_joint:
+        task = dataclasses.replace(task, joint=effects(task, some, key_search))
+    search = Search(task, some, key_search)
+    search.run()
+    if len(some) < task.rows:
+        search = Search(task, every, key_search, search.guide, search.hyperparameters)
+        search.go_on()
+    if search.deterministic and num_steps is None and search.widen():
+        return _searched(search, key_train, started)
+    return _trained(search, key_train, task.rows, num_steps, started, progress_bar)
+
+
 def _searched(search: Search, rng_key: Array, started: float) -> FitResult:
     """The end of a search as that of an ordinary optimizer."""
     profile = search.profile
     svi = SVI(search.task.model, search.guide, NaturalGradient(0.5, optax.adam(0.1 * _RATE)), search.task.loss)
     svi.constrain_fn = profile.svi.constrain_fn
     state = SVIState(svi.optim.init(profile.unconstrained), profile.state.mutable_state, rng_key)
-    method = f"all at once, L-BFGS with {profile.evaluations} evaluations"
+    smoothed = "smoothed over time, " if search.task.over_time else ""
+    method = f"all at once, {smoothed}L-BFGS with {profile.evaluations} evaluations"
     return _result(search, svi, state, jnp.asarray([search.value]), method, search.converged, started)
 
 
@@ -120,8 +151,10 @@ def _trained(
         shrink = (search.rows / task.rows) ** 0.5
         start = search.hyperparameters
         start = {name: shrink * value if name in search.scales else value for name, value in start.items()}
-        inducing = search.chosen() if task.inducing is None else task.inducing
-    search.guide = guide = search.guide.with_inducing(inducing, learn_inducing=search.learns)
+        inducing = search.chosen() if task.inducing is None and not task.over_time else task.inducing
+    if not task.over_time:
+        search.guide = search.sparse_guide.with_inducing(inducing, learn_inducing=search.learns)
+    guide = search.guide
     last_rho = max(batch_size / task.rows, 0.01)
 
     def cycle(length: int) -> SVI:

@@ -13,7 +13,7 @@ from numpyro import handlers
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.wrappers import unwrap
 from numpyro_sgp.fitting.automatic.placing import Placed, placed, precision_of_rows
-from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
+from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 
 __all__ = ["Need", "inducing_of", "needs_of", "priors_at"]
 
@@ -55,14 +55,19 @@ class Need(NamedTuple):
         return choose(most=most, tolerance=self.tolerance / _SPARE, few=self.few)
 
 
-def inducing_of(guide: AutoTSVGP, params: Mapping[str, Any]) -> dict[str, Any]:
+def inducing_of(guide: AbstractAutoSparseGP, params: Mapping[str, Any]) -> dict[str, Any]:
     """Inducing variables, by GP site."""
     ending = f"_{guide.prefix}_inducing"
     return {name.removesuffix(ending): value for name, value in params.items() if name.endswith(ending)}
 
 
 def priors_at(
-    model: Callable, guide: AutoTSVGP, params: dict[str, Any], args: tuple, kwargs: dict[str, Any], rng_key: Array
+    model: Callable,
+    guide: AbstractAutoSparseGP,
+    params: dict[str, Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    rng_key: Array,
 ) -> tuple[dict[str, Array], dict[str, Any]]:
     """Posterior medians of all latents, and the priors of the GP sites that belong to them."""
     values = jax.jit(lambda params, args: guide.median(params, *args, **kwargs))(params, args)
@@ -73,7 +78,7 @@ def priors_at(
 
 def needs_of(
     model: Callable,
-    guide: AutoTSVGP,
+    guide: AbstractAutoSparseGP,
     params: dict[str, Any],
     args: tuple,
     kwargs: dict[str, Any],

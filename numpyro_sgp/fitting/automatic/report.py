@@ -17,6 +17,7 @@ from numpyro_sgp.distributions.sparse_regression import SparseGPRegression
 from numpyro_sgp.distributions.wrappers import unwrap
 from numpyro_sgp.losses.tight import gaussian_of
 from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
+from numpyro_sgp.posteriors.markov.guide import AutoMarkovGP
 
 __all__ = ["Evidence", "FitReport", "FitResult", "evidence_of"]
 
@@ -86,7 +87,7 @@ class FitResult(NamedTuple):
         report: what was done.
     """
 
-    guide: AutoTSVGP
+    guide: AutoTSVGP | AutoMarkovGP
     params: dict[str, Any]
     state: Any
     losses: Array

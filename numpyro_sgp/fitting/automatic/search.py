@@ -17,6 +17,7 @@ from numpyro_sgp.fitting.automatic.placing import place, placed, unexplained
 from numpyro_sgp.fitting.automatic.profile import Profile
 from numpyro_sgp.fitting.automatic.task import Task
 from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
+from numpyro_sgp.posteriors.markov.guide import AutoMarkovGP
 
 __all__ = ["NEGLIGIBLE", "Search"]
 
@@ -60,19 +61,19 @@ class Search:
         task: Task,
         index: np.ndarray,
         rng_key: Array,
-        guide: AutoTSVGP | None = None,
+        guide: AutoTSVGP | AutoMarkovGP | None = None,
         init_params: dict[str, Any] | None = None,
     ) -> None:
         self.task, self.rng_key, self.rows = task, rng_key, len(index)
         self.args, self.kwargs = task.args(index), task.keywords(len(index))
-        self.value, self.enough, self.converged = np.inf, task.inducing is not None, False
+        self.value, self.enough, self.converged = np.inf, task.inducing is not None or task.over_time, False
         number = len(index) if len(index) <= _FEW or task.number_given else _FIRST
         first = functools.partial(place, most=min(number, task.most_inducing))
         given = first if task.inducing is None else task.inducing
         self._begin(task.guide(given) if guide is None else guide, init_params)
         self.deterministic = self.profile.is_deterministic(jax.random.fold_in(rng_key, 1))
 
-    def _begin(self, guide: AutoTSVGP, init_params: dict[str, Any] | None) -> None:
+    def _begin(self, guide: AutoTSVGP | AutoMarkovGP, init_params: dict[str, Any] | None) -> None:
         self.guide, task = guide, self.task
         self.profile = Profile(task.model, guide, task.loss, self.rng_key, self.args, self.kwargs, init_params)
         if self.scales:
@@ -91,6 +92,11 @@ class Search:
         return names if isinstance(self.guide.base, AutoNormal) else []
 
     @property
+    def sparse_guide(self) -> AutoTSVGP:
+        """The guide, where there are inducing inputs."""
+        return cast(AutoTSVGP, self.guide)
+
+    @property
     def inducing(self) -> dict[str, Any]:
         """Inducing variables, by GP site."""
         return inducing_of(self.guide, self.profile.params)
@@ -98,7 +104,7 @@ class Search:
     @property
     def num_inducing(self) -> int:
         """The largest M."""
-        return max(each.num_inducing for each in self.inducing.values())
+        return max((each.num_inducing for each in self.inducing.values()), default=0)
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
@@ -112,7 +118,7 @@ class Search:
             return
         start = self.hyperparameters
         self._minimise_from_several_starts()
-        if self.task.inducing is None:
+        if self.task.inducing is None and not self.task.over_time:
             for _ in range(_MOST_CHOICES):
                 before = self.value
                 if self.task.is_over or not self._choose():
@@ -122,8 +128,13 @@ class Search:
                     break
             if self._may_take_all:
                 self._search_with_all_rows(start)
-        if self.learns and not self.task.is_over:
-            self._begin(self.guide.with_inducing(self.inducing, learn_inducing=True), self.hyperparameters)
+        if self.learns and self.inducing and not self.task.is_over:
+            self._begin(self.sparse_guide.with_inducing(self.inducing, learn_inducing=True), self.hyperparameters)
+            self._minimise()
+
+    def go_on(self) -> None:
+        """Search from the start alone."""
+        if self.deterministic:
             self._minimise()
 
     @property
@@ -142,7 +153,7 @@ class Search:
         of_data = self.profile.params, self.args, self.kwargs
         _, priors = priors_at(self.task.model, self.guide, *of_data, self.rng_key)
         every = {site: place(p.kernel, p.X, self.rng_key, most=self.rows) for site, p in priors.items()}
-        self._begin(self.guide.with_inducing(every), start)
+        self._begin(self.sparse_guide.with_inducing(every), start)
         found = best[1].unconstrained
         self._minimise_from([{name: found[name] for name in self._locations}, self._alike()])
         if self.value > best[2] - NEGLIGIBLE * self.rows:
@@ -178,7 +189,7 @@ class Search:
 
     def _minimise(self) -> None:
         fixed = set(self.scales)
-        if not self.guide.learns_inducing:
+        if self.inducing and not self.sparse_guide.learns_inducing:
             fixed |= {f"{site}_{self.guide.prefix}_inducing" for site in self.inducing}
         self.value = np.inf
         for _ in range(_MOST_ROUNDS):
@@ -240,7 +251,7 @@ class Search:
             return False
         chosen = self.chosen(needs)
         if any(len(Z) > _MORE * before[site].num_inducing for site, Z in chosen.items()):
-            self._begin(self.guide.with_inducing(chosen), self.hyperparameters)
+            self._begin(self.sparse_guide.with_inducing(chosen), self.hyperparameters)
             return True
         state = self.profile.state
         moved = {site: dataclasses.replace(old, Z=_as_many(chosen[site], old.Z)) for site, old in before.items()}

@@ -1,15 +1,17 @@
-"""What `fit` is asked to fit, and which latents are joint with GP sites."""
+"""What `fit` is asked to fit, which guide it gets, and which latents are joint with GP sites."""
 
 from collections.abc import Callable
 import dataclasses
 import time
-from typing import Any
+from typing import Any, cast
+import warnings
 
 import jax
 from jax import Array
 import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import SVI
+from numpyro.infer.svi import SVIState
 import optax
 
 from numpyro_sgp._internal.signatures import with_num_data
@@ -20,9 +22,12 @@ from numpyro_sgp.guides.handlers import GivenGaussianProcesses
 from numpyro_sgp.guides.members import Joint
 from numpyro_sgp.guides.model_runs import again, first_run
 from numpyro_sgp.losses.quadrature_elbo import QuadratureELBO
+from numpyro_sgp.optim import NaturalGradient
 from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
+from numpyro_sgp.posteriors.markov.family import Markov
+from numpyro_sgp.posteriors.markov.guide import AutoMarkovGP
 
-__all__ = ["Task", "effects"]
+__all__ = ["Task", "effects", "is_over_time"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Task:
         number_given: whether M is what the user asked for.
         most_whole: up to how many rows may all be inducing inputs.
         deadline: when to end, by `time.perf_counter`.
+        over_time: whether the posterior is that of `AutoMarkovGP`, without inducing inputs.
     """
 
     model: Callable
@@ -56,6 +62,7 @@ class Task:
     number_given: bool
     most_whole: int
     deadline: float
+    over_time: bool = False
 
     def args(self, index: np.ndarray) -> tuple:
         """Arguments of the model with some of the rows."""
@@ -66,14 +73,43 @@ class Task:
         """Its keyword arguments with that many rows in all."""
         return with_num_data(self.model, (), {}, rows)
 
-    def guide(self, inducing: Any) -> AutoTSVGP:
+    def guide(self, inducing: Any) -> AutoTSVGP | AutoMarkovGP:
         """The guide."""
+        if self.over_time:
+            return AutoMarkovGP(self.model, base=self.base, joint=self.joint)
         return AutoTSVGP(self.model, inducing, base=self.base, joint=self.joint)
 
     @property
     def is_over(self) -> bool:
         """Whether the time is spent."""
         return time.perf_counter() > self.deadline
+
+
+def is_over_time(task: Task, index: np.ndarray, rng_key: Array) -> bool:
+    """Whether the model has one function of time, with a state-space kernel, which each row sees at its own time.
+
+    Then smoothing is exact and cheaper than inducing inputs. It is decided by tracing a step; nothing is computed.
+    """
+    args, kwargs = task.args(index), task.keywords(len(index))
+    own = dataclasses.replace(task, over_time=True)
+    given, family = GivenGaussianProcesses(0.0), Markov(num_harmonics=0)  # so that nothing is approximated
+    svi = SVI(task.model, own.guide(None), NaturalGradient(0.5), task.loss)
+
+    def trace(key: Array, args: tuple) -> None:
+        first_run(lambda: task.model(*args, **kwargs), given)
+        for prior in given.priors.values():
+            family.check_prior(prior)
+        if len(given.priors) == 1:
+            svi.update(cast(SVIState, svi.init(key, *args, **kwargs)), *args, **cast(dict[str, Any], kwargs))
+
+    try:
+        # A warning says that only values could tell whether rows are coupled.
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            jax.eval_shape(trace, rng_key, args)
+    except (TypeError, ValueError, UserWarning):  # of `AutoMarkovGP`; those of the model itself come again
+        return False
+    return len(given.priors) == 1
 
 
 def effects(task: Task, index: np.ndarray, rng_key: Array) -> Joint:

@@ -308,7 +308,8 @@ def state_space_of(kernel: Callable, dtype: jax.typing.DTypeLike, num_harmonics:
     Args:
         kernel: Matérn, `Cosine`, `Periodic` and `Constant` kernels, and sums and products of them.
         dtype: of the state.
-        num_harmonics: J ≥ 1, how many waves stand for a periodic kernel, beside its mean.
+        num_harmonics: J, how many waves stand for a periodic kernel, beside its mean; with 0 it has no form, since
+            none is exact.
 
     Raises:
         TypeError: a kernel without such a form.
@@ -329,7 +330,7 @@ def state_space_of(kernel: Callable, dtype: jax.typing.DTypeLike, num_harmonics:
             return Level(number(kernel.variance))
         case Cosine():
             return Rotation(2.0 * math.pi / of_column(kernel.period), number(kernel.variance))
-        case Periodic():
+        case Periodic() if num_harmonics:
             shares = _shares_of_waves(of_column(kernel.lengthscale), num_harmonics)
             variances = number(kernel.variance)[..., None] * shares
             frequency = 2.0 * math.pi / of_column(kernel.period)
