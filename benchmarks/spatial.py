@@ -164,8 +164,8 @@ def draw(path: Path, grid: np.ndarray, maps: dict) -> None:
 
 
 def against_nuts(reduced: bool) -> list[dict]:
-    """200 counts, beside long chains of the dense model."""
-    num = 40 if reduced else 200
+    """100 counts, beside long chains of the dense model."""
+    num = 40 if reduced else 100
     rng = np.random.default_rng(0)
     X, covariate = rng.uniform(size=(num, 2)), rng.normal(size=num)
     f = np.sin(6.0 * X[:, 0]) * np.cos(5.0 * X[:, 1])
