@@ -395,6 +395,7 @@ def main(arguments: argparse.Namespace) -> None:
                 other = peer(arguments.peers, parts[order], (X, y), Xt, yt, run["settings"])
                 run.setdefault("gpytorch", {})[order] = other
                 print(f"{name} {order}, GPyTorch: {other['nlpd']:.4f} {other['failed'] or ''}", flush=True)
+                report("streaming", {"settings": {"batches": batches}, "runs": runs}, arguments.output)
         else:
             model = make_model(X.shape[1], binary)
             run = {"rows": len(X), "settings": settings, "numpyro_sgp": {}}
@@ -412,8 +413,8 @@ def main(arguments: argparse.Namespace) -> None:
                 run["numpyro_sgp"][order] = found
                 seconds = f"{found['seconds_a_batch']:.2f} s a batch"
                 print(f"  {order}: {found['nlpd']:.4f}, {seconds}, refused {found['refused']}", flush=True)
-        runs[name] = run
-        report("streaming", {"settings": {"batches": batches}, "runs": runs}, arguments.output)
+                runs[name] = run
+                report("streaming", {"settings": {"batches": batches}, "runs": runs}, arguments.output)
     if arguments.figure:
         draw(runs, arguments.figure)
 
