@@ -82,12 +82,14 @@ def test_updates_on_eight_devices_are_those_on_one(eight, guide_name):
     assert_same_run(eight / f"update_{guide_name}_many.npz", eight / f"update_{guide_name}_one.npz")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("guide_name", ["whitened", "natural"])
 def test_fit_on_eight_devices_is_that_on_one(eight, guide_name):
     assert_same_run(eight / f"fit_{guide_name}_many.npz", eight / f"fit_{guide_name}_one.npz")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("guide_name", ["tied", "joint", "held"])
 def test_between_devices_only_sums_over_rows_travel(eight, guide_name):
@@ -105,11 +107,13 @@ def test_between_devices_only_sums_over_rows_travel(eight, guide_name):
     assert sizes <= {{"held": R, "joint": len(Z) + 1}.get(guide_name, len(Z)), Z.shape[1], 1, 20}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_result_is_on_one_device_and_goes_with_arrays_on_any(eight):
     assert report(eight)["devices of the state"] == [1]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint_on_another_number_of_devices(eight):
     assert report(eight)["checkpoints"] == [5]

@@ -132,6 +132,7 @@ def test_the_bound_is_below_the_evidence_from_anywhere(name):
 # One natural step on a Gaussian likelihood.
 
 
+@pytest.mark.once
 @natural_guides
 @pytest.mark.usefixtures("x64")
 def test_one_natural_step_on_a_gaussian_likelihood_is_titsias_from_any_start(name):

@@ -360,8 +360,6 @@ def test_a_function_of_many_times_is_smoothed_and_ends_at_the_mode_of_the_exact_
     C = covariance(median["lengthscale"]) + 4.0 * np.outer(trend, trend) + float(median["noise"]) ** 2 * np.eye(N)
     assert_allclose(median["slope"], 4.0 * trend @ np.linalg.solve(C, y), atol=1e-4)
     assert_allclose(median["f"], covariance(median["lengthscale"]) @ np.linalg.solve(C, y), atol=1e-4)
-    # Inducing inputs that are asked for are taken.
-    assert isinstance(sgp.fit(over_time, KEY, (X, trend, y), num_inducing=3, budget=1).guide, sgp.AutoTSVGP)
 
 
 def test_one_function_of_time_with_a_state_space_and_rows_of_their_own_is_smoothed():
@@ -393,6 +391,17 @@ def test_one_function_of_time_with_a_state_space_and_rows_of_their_own_is_smooth
     assert not found(once, np.concatenate([X, X], axis=1))
     kernel = kernel * sgp.kernels.Periodic(1.0, 1.0)  # has an approximate form only
     assert not found(once, X)
+
+
+@pytest.mark.thorough
+def test_a_function_of_time_has_inducing_inputs_where_these_are_asked_for_and_takes_steps_if_need_be(monkeypatch):
+    monkeypatch.setattr(module, "_MANY_TIMES", 10)
+    data = (X, RNG.normal(size=N), Y)
+    assert isinstance(sgp.fit(over_time, KEY, data, num_inducing=3, budget=1).guide, sgp.AutoTSVGP)
+    result = sgp.fit(over_time, KEY, data, num_steps=20, progress_bar=False)
+    assert isinstance(result.guide, sgp.AutoMarkovGP)
+    assert result.report.method == f"batches of {N}, 20 steps"
+    assert result.losses[-1] < result.losses[0]
 
 
 @pytest.mark.thorough

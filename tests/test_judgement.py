@@ -453,6 +453,7 @@ def test_khat_of_an_exact_posterior_is_zero():
     assert psis_khat(jax.random.key(1), svi, result, X, y) == 0.0
 
 
+@pytest.mark.once
 def test_cavities_of_a_datum_that_no_hyperparameter_moves():
     def model(X, y=None):
         lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.3))

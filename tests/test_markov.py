@@ -292,6 +292,7 @@ def test_new_outcomes_are_taken_in_as_if_they_had_been_there():
     assert_allclose(q.variance, np.diag(S), atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_diagnostics_and_arviz_take_it():
     guide = sgp.AutoMarkovGP(model, base=AutoDelta)
     svi = SVI(model, guide, sgp.NaturalGradient(0.7, optax.adam(0.01)), sgp.QuadratureELBO(20))
@@ -327,6 +328,7 @@ def test_float32_holds_over_many_close_times_and_precise_outcomes():
     assert np.max(np.abs(variance[:first] - exact_variance[:first])) < 5e-3 * 2.0
 
 
+@pytest.mark.thorough
 def test_a_step_has_no_matrix_of_all_times_and_memory_in_proportion_to_them():
     sizes = {}
     for many in (10_000, 40_000):

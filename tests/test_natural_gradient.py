@@ -498,13 +498,15 @@ def test_natural_parameters_under_a_plain_optimizer_warn_once_and_only_they(name
     assert all(re.search(ADVICE, str(each.message)) for each in caught)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("options", [{}, {"e_steps": 2, "m_steps": 2}, {"in_turn": True}])
 def test_natural_gradients_do_not_warn(options):
     model, guide, y, _ = set_up("tied", "poisson")
     svi = SVI(model, guide, sgp.NaturalGradient(0.5, **options), sgp.QuadratureELBO())
-    svi.update(svi.init(jax.random.key(0), X, y), X, y)
+    jax.jit(svi.update)(svi.init(jax.random.key(0), X, y), X, y)
 
 
+@pytest.mark.once
 @pytest.mark.filterwarnings("ignore:The natural parameters:UserWarning")
 @pytest.mark.usefixtures("x64")
 def test_the_gradient_of_natural_parameters_is_the_true_one_in_both_modes_and_has_a_hessian():
