@@ -203,7 +203,9 @@ def _result(
 ) -> FitResult:
     task, guide, params = search.task, search.guide, svi.get_params(state)
     inducing = inducing_of(guide, params)
-    values, priors = priors_at(task.model, guide, params, search.args, search.kwargs, search.rng_key)
+    values, priors = {}, {}
+    if inducing:
+        values, priors = priors_at(task.model, guide, params, search.args, search.kwargs, search.rng_key)
     evidence = None
     if search.rows == task.rows and len(priors) == 1 and not any(g.latents for g in guide.joint_groups(params)):
         ((site, prior),) = priors.items()

@@ -78,11 +78,10 @@ def priors_at(
 
 def needs_of(
     model: Callable,
-    guide: AbstractAutoSparseGP,
-    params: dict[str, Any],
+    values: Mapping[str, Any],
+    priors: Mapping[str, GaussianProcess],
     args: tuple,
     kwargs: dict[str, Any],
-    rng_key: Array,
     *,
     rows: int,
     most: int,
@@ -91,17 +90,16 @@ def needs_of(
 
     Args:
         model: a model.
-        guide: its guide.
-        params: fitted parameters.
+        values: of all its latents and parameters.
+        priors: of the GP sites at these.
         args: arguments of the model.
         kwargs: keyword arguments of the model.
-        rng_key: a key.
         rows: N, of which the arguments may have a part.
         most: M at most.
     """
-    values, priors = priors_at(model, guide, params, args, kwargs, rng_key)
-    means = {site: values.pop(site) for site in priors}
-    precisions = precision_of_rows(model, {**params, **values}, means, args, kwargs)
+    means = {site: values[site] for site in priors}
+    others = {name: value for name, value in values.items() if name not in priors}
+    precisions = precision_of_rows(model, others, means, args, kwargs)
     few = min(max(_FEW_INDUCING, int((_FEW_OPERATIONS / rows) ** 0.5)), most)
     allowed = np.asarray([_UNEXPLAINED, min(_UNEXPLAINED_IN_ALL / rows, _UNEXPLAINED)])
     found = {}

@@ -226,8 +226,9 @@ class Search:
 
     def _needs(self) -> dict[str, Need]:
         """What the hyperparameters found so far ask for, by GP site."""
-        task, of_data = self.task, (self.profile.params, self.args, self.kwargs)
-        return needs_of(task.model, self.guide, *of_data, self.rng_key, rows=task.rows, most=task.most_inducing)
+        task, params, data = self.task, self.profile.params, (self.args, self.kwargs)
+        values, priors = priors_at(task.model, self.guide, params, *data, self.rng_key)
+        return needs_of(task.model, {**params, **values}, priors, *data, rows=task.rows, most=task.most_inducing)
 
     def chosen(self, needs: dict[str, Need] | None = None) -> dict[str, Array]:
         """Inducing inputs for the hyperparameters found so far; `enough` says whether they are."""
