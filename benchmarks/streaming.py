@@ -399,6 +399,8 @@ def main(arguments: argparse.Namespace) -> None:
         else:
             model = make_model(X.shape[1], binary)
             run = {"rows": len(X), "settings": settings, "numpyro_sgp": {}}
+            if "gpytorch" in runs.get(name, {}) and arguments.memory is None:
+                run["gpytorch"] = runs[name]["gpytorch"]
             if arguments.memory is None:
                 run["all_rows"] = on_all_rows(model, (X, y), Xt, yt, binary, settings)
             else:
