@@ -78,6 +78,8 @@ def dense(params, form, X):
 
 def guide_of(form):
     options = {"inducing": Z} if form == "inducing" else {"covariance": "chevron", "dense_columns": COLUMNS}
+    if form == "relevance":
+        options["relevance"] = True
     return sgp.AutoQSGP(model, basis_batch=4, **options)
 
 
@@ -181,39 +183,45 @@ def test_log_ratios_are_those_of_the_inducing_variables_with_the_divergence_of_t
     assert_allclose([process.log_ratio(e) for e in jnp.asarray(epsilon)], log_q - log_p + rest, rtol=1e-3, atol=1e-3)
 
 
-def bound(params):
+def bound(params, relevance):
     """The evidence lower bound with Gaussian noise, dense."""
     values = np.asarray(params["f_auto_basis"].values)
     mean, covariance = dense(params, "chevron", X)
     C = np.diag(np.exp(values[:, 1 + COLUMNS]))
     C[:, :COLUMNS] = np.tril(values[:, 1 : 1 + COLUMNS], -1) + C[:, :COLUMNS]
-    kl = oracles.gaussian_kl(values[:, 0], C @ C.T, np.eye(RANK))
+    prior = np.eye(RANK)
+    if relevance:
+        scale = np.sqrt(np.asarray(features.RandomFourier(kernel(), RANK, jax.random.key(1)).prior_precision()))
+        mean = 0.5 * X[:, 0] + (mean - 0.5 * X[:, 0]) * scale[0]
+        covariance, prior = covariance * scale[0] ** 2, np.diag(values[:, 0] ** 2 + np.sum(C**2, axis=1))
+    kl = oracles.gaussian_kl(values[:, 0], C @ C.T, prior)
     return -0.5 * np.sum((Y - mean) ** 2 + np.diag(covariance)) / NOISE**2 - kl
 
 
-def test_the_optimal_diagonal_maximises_the_bound_and_leaves_the_dense_columns():
-    guide = guide_of("chevron")
+@pytest.mark.parametrize("relevance", [False, True])
+def test_the_optimal_diagonal_maximises_the_bound_and_leaves_the_dense_columns(relevance):
+    guide = guide_of("relevance" if relevance else "chevron")
     before = with_random_values(guide)
     after = guide.with_optimal_diagonal(jax.random.key(0), before, X, noise_scale=NOISE)
     values, old = (np.asarray(params["f_auto_basis"].values) for params in (after, before))
-    Phi = whitened_features(X)
-    d = np.sqrt(NOISE**2 / (np.sum(Phi**2, axis=0) + NOISE**2))
-    assert_allclose(np.exp(values[COLUMNS:, 1 + COLUMNS]), d[COLUMNS:], rtol=1e-8)
+    if not relevance:
+        d = np.sqrt(NOISE**2 / (np.sum(whitened_features(X) ** 2, axis=0) + NOISE**2))
+        assert_allclose(np.exp(values[COLUMNS:, 1 + COLUMNS]), d[COLUMNS:], rtol=1e-8)
     assert_allclose(values[:COLUMNS], old[:COLUMNS], rtol=0)
     assert_allclose(values[:, : 1 + COLUMNS], old[:, : 1 + COLUMNS], rtol=0)
-    best = bound(after)
+    best = bound(after, relevance)
     for k in (COLUMNS, RANK - 1):
         for change in (-0.05, 0.05):
             moved = values.copy()
             moved[k, 1 + COLUMNS] += change
-            assert bound(guide._with_values(after, "f", after["f_auto_basis"], jnp.asarray(moved))) < best
+            assert bound(guide._with_values(after, "f", after["f_auto_basis"], jnp.asarray(moved)), relevance) < best
 
 
 @pytest.mark.parametrize("relevance", [False, True])
 def test_a_mean_of_given_values_has_the_smallest_weights(relevance):
     guide = sgp.AutoQSGP(model, basis_batch=5, covariance="chevron", dense_columns=1, relevance=relevance)
     before = with_random_values(guide)
-    wanted = RNG.normal(size=len(X_NEW))
+    wanted = np.linspace(-1.0, 1.0, len(X_NEW))
     after = guide.with_mean(jax.random.key(0), before, wanted, X_NEW)
     assert_allclose(guide.posterior(jax.random.key(0), after, X_NEW)["f"].mean, wanted, rtol=1e-4)
     old, new = (np.asarray(params["f_auto_basis"].values) for params in (before, after))
@@ -221,7 +229,9 @@ def test_a_mean_of_given_values_has_the_smallest_weights(relevance):
     finite = features.RandomFourier(kernel(), RANK, jax.random.key(1))
     Phi, S = whitened_features(X_NEW), np.ones(RANK)
     if relevance:
-        Phi, S = np.asarray(finite.features(X_NEW)), np.exp(old[:, -1])
+        C = np.diag(np.exp(old[:, 2]))
+        C[1:, 0] = old[1:, 1]
+        Phi, S = np.asarray(finite.features(X_NEW)), 1.0 / (old[:, 0] ** 2 + np.sum(C**2, axis=1))
     # S w of the smallest weights is a combination of the rows of Φ, and they alone give the values.
     residual = wanted - 0.5 * X_NEW[:, 0]
     G = Phi / S @ Phi.T

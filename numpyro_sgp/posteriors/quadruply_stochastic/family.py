@@ -8,6 +8,7 @@ import warnings
 
 import jax
 from jax import Array, lax
+from jax.custom_derivatives import SymbolicZero
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 import numpy as np
@@ -46,8 +47,9 @@ from numpyro_sgp.posteriors.quadruply_stochastic.formulas import (
     linear_and_square,
     mean_divergence,
     nystrom_residual,
+    relevance_divergence,
 )
-from numpyro_sgp.posteriors.quadruply_stochastic.table_sums import Chevron, dense_divergence, streamed
+from numpyro_sgp.posteriors.quadruply_stochastic.table_sums import Chevron, dense_divergence, streamed, sums_of_squares
 from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import (
     Control,
     SampledRows,
@@ -56,6 +58,7 @@ from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import (
     features_at,
     limit_of,
     numbers_of,
+    with_numbers,
 )
 from numpyro_sgp.posteriors.whitened.formulas import whitened
 
@@ -68,6 +71,9 @@ ControlForm = Literal["nystrom", "paper"]
 # Of the inducing inputs that are chosen where none are given: a Cholesky factorisation of this size costs a fraction of
 # the features of a step with 1000 basis functions and 500 rows.
 _DEFAULT_INDUCING = 200
+
+# Rows that tell how large the columns of features of a relevance vector machine are.
+_START_ROWS = 1000
 
 # Features of all rows in the memory that a plain optimizer makes the loss work through in each step.
 _LARGE = 2**30
@@ -97,7 +103,10 @@ class AbstractQuadruplyStochastic(AbstractPosteriorFamily):
     def _estimated_covariance(
         self, part: "_Part", Phi: Array, squares: Array, now: Weights, precision: Array | None, sample: Inclusion
     ) -> tuple[Array, Array, Array]:
-        """The variance, a number whose mean is at least the standard deviation, and the covariance's divergence."""
+        """The variance, a number whose mean is at least the standard deviation, and the covariance's divergence.
+
+        In a relevance vector machine, the divergence of both.
+        """
 
     @abstractmethod
     def _exact(self, kernel: Any, part: "_Part", table: WeightTable, f: Array, variance: Array, kl: Array) -> Moments:
@@ -132,6 +141,8 @@ class AbstractQuadruplyStochastic(AbstractPosteriorFamily):
                 f"and at most {rank}."
             )
             raise ValueError(msg)
+        if self.dense_columns is not None and has_correlated_weights(kernel) and not self.relevance:
+            kernel = with_numbers(kernel, [_fixed(number) for number in numbers_of(kernel, size)], size)
         part = self._part(param, prior, kernel)
         if is_initial(param, "basis"):
             # The prior: not one feature is evaluated, of which there may be ten million.
@@ -153,14 +164,22 @@ class AbstractQuadruplyStochastic(AbstractPosteriorFamily):
 
     def _table(self, kernel: Any, X: Array, rank: int, rng_key: Array, jitter: float) -> WeightTable:
         k, control = self.dense_columns, None
-        columns = 1 if k is None else 2 + k + self.relevance
+        columns = 1 if k is None else 2 + k
         if self.control is not None:
             points = self.control
             if np.ndim(points) == 0:
                 number = positive("control", points, "It is how many rows of X to take; or pass inputs (P, D).")
                 points = X[jax.random.permutation(rng_key, X.shape[-2])[: min(number, X.shape[-2])]]
             control = Control.at(jnp.asarray(points, X.dtype), kernel, not self.relevance, float(jitter))
-        return WeightTable(jnp.zeros((rank, columns), X.dtype), control, self.basis_batch, k)
+        table = WeightTable(jnp.zeros((rank, columns), X.dtype), control, self.basis_batch, k)
+        if not self.relevance:
+            return table
+        # Weights of a mean of zero have no divergence, so their variance starts where the data have little to say
+        # against it: at that of noise a tenth of the prior's deviation.
+        squares = sums_of_squares(kernel, X[:_START_ROWS], table, False) * max(1.0, len(X) / _START_ROWS)
+        noise = 0.01 * jnp.mean(limit_of(kernel)(X[:_START_ROWS]))
+        log_diagonal = 0.5 * jnp.log(noise / jnp.maximum(squares, 1e-6 * jnp.mean(squares)))
+        return dataclasses.replace(table, values=table.values.at[:, -1].set(log_diagonal.astype(X.dtype)))
 
     def _estimated(self, kernel: Any, X: Array, rows: SampledRows, part: "_Part") -> Moments:
         table, q = rows.value, part.moments
@@ -169,13 +188,11 @@ class AbstractQuadruplyStochastic(AbstractPosteriorFamily):
         now = table.weights(rows.values + rows.zero.rows, rows.index)
         w = table.weights(rows.values, rows.index).linear
         f, squares = self._mean_and_square(X, Phi, rows, w, now.linear - w, sample, part)
-        precision = None
-        if now.log_precision is not None:
-            precision = jnp.exp(now.log_precision)
-        elif has_correlated_weights(kernel):
-            precision = kernel.prior_precision(rows.index)
+        correlated = has_correlated_weights(kernel) and not self.relevance
+        precision = kernel.prior_precision(rows.index) if correlated else None
         variance, deviation, kl = self._estimated_covariance(part, Phi, squares[:, 1:], now, precision, sample)
-        kl = mean_divergence(now.mean, precision, sample) + kl
+        if not self.relevance:
+            kl = mean_divergence(now.mean, precision, sample) + kl
         if rows.zero.numbers is not None:
             # Zero, whose derivatives are the kernel's numbers as they are now, and 1, times the factor of the loss.
             numbers = [*lax.stop_gradient(numbers_of(kernel, table.size)), jnp.ones((), X.dtype)]
@@ -293,13 +310,6 @@ class WithChevronCovariance(AbstractQuadruplyStochastic):
         return TableProcess(limit_of(prior.kernel), prior.mean_function, draw, numbers_of(prior.kernel, table.size))
 
     def _part(self, param: Parameters, prior: GaussianProcess, kernel: Any) -> "_Part":
-        if has_correlated_weights(kernel) and not self.relevance:
-            msg = (
-                f"{type(kernel).__name__} has a dense prior precision S, and the divergence of a chevron covariance "
-                'needs log|S| of an m × m matrix. Leave `covariance="inducing"`, whose divergence does not, or use '
-                "a kernel whose weights are independent, such as `RandomFourier`."
-            )
-            raise ValueError(msg)
         scale = param("log_scale", jnp.zeros((), prior.X.dtype))
         return _Part(at_prior(limit_of(kernel), prior.X), log_scale=scale)
 
@@ -312,6 +322,8 @@ class WithChevronCovariance(AbstractQuadruplyStochastic):
             deviation = jnp.sqrt(variance)
         else:
             deviation = bounding_scale(variance, jnp.exp(part.log_scale) * jnp.sqrt(part.moments.variance))
+        if self.relevance:
+            return variance, deviation, relevance_divergence(now.second_moment, now.log_diagonal, sample)
         return variance, deviation, chevron_divergence(now.U, now.d, now.log_diagonal, precision, sample)
 
     def _exact(self, kernel: Any, part: "_Part", table: WeightTable, f: Array, variance: Array, kl: Array) -> Moments:
@@ -340,7 +352,7 @@ def QuadruplyStochastic(
         inducing: array (M, D), object or callable; None takes some rows of X.
         control: inputs (P, D) of a control variate for the mean, or how many rows of the first X to take.
         control_form: "nystrom" or "paper".
-        relevance: a prior precision for each weight, trained, with a chevron covariance.
+        relevance: a prior precision for each weight, the one of the largest bound, with a chevron covariance.
         jackknife: remove the bias of order 1/M of a likelihood that is not Gaussian.
         log_concave: names of observed sites with a log-concave likelihood that is not recognised as such.
 
@@ -393,6 +405,27 @@ class _Part(NamedTuple):
             return values
         N = self.H.shape[-1]
         return values[:N] - matmul(jnp.swapaxes(self.H, -1, -2), values[N:])
+
+
+@jax.custom_jvp
+def _fixed(number: Array) -> Array:
+    """A hyperparameter that nothing may train."""
+    return number
+
+
+def _refuse(primals: tuple[Array], tangents: tuple[Any]) -> tuple[Array, Any]:
+    if not isinstance(tangents[0], SymbolicZero):
+        msg = (
+            "The loss was differentiated with respect to a hyperparameter of the kernel. With a chevron covariance and "
+            "weights of a dense prior precision S, the loss leaves out −½ log|S| of an m × m matrix, so its "
+            "hyperparameters have to be fixed numbers: train them with another guide, on some of the rows. Or leave "
+            '`covariance="inducing"`.'
+        )
+        raise ValueError(msg)  # noqa: TRY004 - a hyperparameter of the right type, which may not be trained
+    return primals[0], tangents[0]
+
+
+_fixed.defjvp(_refuse, symbolic_zeros=True)
 
 
 def _some_inputs(kernel: Callable, X: Array, rng_key: Array) -> Array:

@@ -37,6 +37,8 @@ __all__ = [
     "nystrom_residual",
     "optimal_diagonal",
     "quadratic_form",
+    "relevance_diagonal",
+    "relevance_divergence",
 ]
 
 
@@ -213,16 +215,15 @@ def mean_divergence(mean: Array, precision: Array | None, sample: Inclusion) -> 
 
     Args:
         mean: μ at the sampled weights, (M,).
-        precision: their block of S, (M, M), or their diagonal of it, (M,), or None for the identity.
+        precision: their block of S, (M, M), or None for the identity.
         sample: the factors.
 
     References:
         Evans and Nair (2020), theorem 1.
     """
-    if precision is not None and precision.ndim == 2:
+    if precision is not None:
         return 0.5 * quadratic_form(mean, precision, sample)
-    squares = mean * mean if precision is None else precision * mean * mean
-    return 0.5 * sample.single * jnp.sum(squares)
+    return 0.5 * sample.single * jnp.sum(mean * mean)
 
 
 def chevron_divergence(U: Array, d: Array, log_diagonal: Array, precision: Array | None, sample: Inclusion) -> Array:
@@ -242,13 +243,45 @@ def chevron_divergence(U: Array, d: Array, log_diagonal: Array, precision: Array
         Evans and Nair (2020), theorem 2, corrects the logarithm, which belongs inside the sum, and proposition 2,
         corrects the last line of its proof, which lacks m.
     """
-    if precision is not None and precision.ndim == 2:
+    if precision is not None:
         S = diagonal(precision)
         columns = jnp.sum(quadratic_form(jnp.swapaxes(U, -1, -2), precision, sample))
         return 0.5 * columns + sample.single * jnp.sum(0.5 * S * d * d - log_diagonal - 0.5)
-    S = jnp.ones_like(d) if precision is None else precision
     squares = jnp.sum(U * U, axis=-1) + d * d
-    return sample.single * jnp.sum(0.5 * S * squares - log_diagonal - 0.5 * jnp.log(S) - 0.5)
+    return sample.single * jnp.sum(0.5 * squares - log_diagonal - 0.5)
+
+
+def relevance_divergence(second_moment: Array, log_diagonal: Array, sample: Inclusion) -> Array:
+    """½ Σ_k log E w_k² − Σ_k log C_kk: the divergence at the best prior precision of each weight, s_k = 1/E w_k².
+
+    Given q, the divergence from N(0, 1/s_k) is least there, and what is left of it is this. With a diagonal covariance
+    it is ½ Σ_k log(1 + μ_k²/d_k²), zero where the mean is, whatever the variance.
+
+    Args:
+        second_moment: E w_k² = μ_k² + (CCᵀ)_kk of the sampled weights, (M,).
+        log_diagonal: log C_kk, (M,).
+        sample: the factors.
+
+    References:
+        Evans and Nair (2020), appendix I.3, for the prior; Tipping (2001), "Sparse Bayesian learning and the relevance
+        vector machine", for its precisions at the maximum of the evidence.
+    """
+    return sample.single * jnp.sum(0.5 * jnp.log(second_moment) - log_diagonal)
+
+
+def relevance_diagonal(sum_of_squares: Array, rest: Array, noise: Array) -> Array:
+    """The diagonal d_k that maximises the bound with a Gaussian likelihood and the best s_k = 1/(c_k + d_k²), (M,).
+
+    d_k² = 2 c_k / (a_k c_k + √(a_k² c_k² + 4 a_k c_k)) with a_k = φ_kᵀφ_k / σ²; zero where c_k is.
+
+    Args:
+        sum_of_squares: φ_kᵀφ_k over all N data, (M,).
+        rest: c_k, E w_k² without d_k², (M,).
+        noise: σ², in units of y².
+    """
+    ac = sum_of_squares * rest / noise
+    root = jnp.sqrt(ac * ac + 4.0 * ac)
+    return jnp.sqrt(jnp.where(rest > 0.0, 2.0 * rest / jnp.where(rest > 0.0, ac + root, 1.0), 0.0))
 
 
 def optimal_diagonal(sum_of_squares: Array, precision: Array, noise: Array) -> Array:

@@ -11,6 +11,8 @@ from jax.typing import ArrayLike
 import numpy as np
 from numpyro.infer.autoguide import AutoNormal
 
+from numpyro_sgp.features import as_finite_rank
+from numpyro_sgp.features.finite_rank import has_correlated_weights
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.inducing import InducingPoints, check_new_inputs
 from numpyro_sgp.math.linalg import default_jitter
@@ -23,11 +25,23 @@ from numpyro_sgp.posteriors.quadruply_stochastic.family import (
     QuadruplyStochastic,
     WithChevronCovariance,
 )
-from numpyro_sgp.posteriors.quadruply_stochastic.formulas import augmented_variance, optimal_diagonal
-from numpyro_sgp.posteriors.quadruply_stochastic.table_sums import interpolated, streamed, sums_of_squares
+from numpyro_sgp.posteriors.quadruply_stochastic.formulas import (
+    augmented_variance,
+    optimal_diagonal,
+    relevance_diagonal,
+)
+from numpyro_sgp.posteriors.quadruply_stochastic.table_sums import (
+    interpolated,
+    prior_diagonal,
+    streamed,
+    sums_of_squares,
+)
 from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import WeightTable, limit_of
 
 __all__ = ["AutoQSGP", "RelevantVectors"]
+
+# Log of a standard deviation of 1e-19, whose square is the smallest that single precision holds.
+_NO_DEVIATION = -43.0
 
 
 class RelevantVectors(NamedTuple):
@@ -63,7 +77,8 @@ class AutoQSGP(AbstractAutoSparseGP):
         model: a NumPyro model whose GP sites have kernels of `numpyro_sgp.features`, one latent each.
         basis_batch: M, how many basis functions a step samples.
         dense_columns: k, of a chevron covariance; 0 is mean-field.
-        covariance: "inducing" or "chevron".
+        covariance: "inducing" or "chevron". Where weights have a dense prior precision S (`InducingBasis`), the loss of
+            the latter leaves out the constant −½ log|S|, and hyperparameters have to be fixed numbers.
         inducing: inducing inputs of the covariance (M_u, D), an inducing object, `(kernel, X, rng_key)` to one, or a
             dict by site; by default up to 200 rows of the X that the guide is initialised with.
         base: guide for the other latents: an autoguide class, or a guide. A class starts a latent at what was observed
@@ -72,15 +87,17 @@ class AutoQSGP(AbstractAutoSparseGP):
             only with a Gaussian likelihood. The features there are kept as they are until `RowSparse` computes them
             anew (`refresh`), and help as long as those of the kernel have not moved far from them.
         control_form: "nystrom", whose residual is estimated, or "paper", equation 3 of the source.
-        relevance: a prior precision for each weight, trained (a relevance vector machine); with a chevron covariance.
+        relevance: a prior precision for each weight, at each step the one of the largest bound, s_k = 1/E w_k² (a
+            relevance vector machine); with a chevron covariance. Weights are those of features as they are, and the
+            step of `RowSparse` is in their units: 0.03 or less for 500 columns of a kernel matrix.
         jackknife: remove the bias of order 1/M of a likelihood that is not Gaussian; then the loss is no bound.
         log_concave: names of observed sites with a log-concave likelihood that is not recognised as such.
         prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
 
     Raises:
-        ValueError: an option outside its range; more basis functions in a batch than there are, a chevron covariance
-            with correlated weights, a batch of latents (when the guide is first run); a likelihood that is not
-            log-concave (when the loss is).
+        ValueError: an option outside its range; more basis functions in a batch than there are, a batch of latents
+            (when the guide is first run); a likelihood that is not log-concave, hyperparameters to be trained with a
+            chevron covariance of weights with a dense prior precision (when the loss is).
         TypeError: a kernel without features (when the guide is first run).
 
     References:
@@ -144,10 +161,10 @@ class AutoQSGP(AbstractAutoSparseGP):
             Evans and Nair (2020), appendix I.3.
         """
         table = self._table(params, site, relevance=True)
-        values = np.asarray(table.values)
-        precision = np.exp(values[:, -1])
+        weights = table.weights(table.values, jnp.arange(table.size))
+        precision = 1.0 / np.asarray(weights.second_moment)
         index = np.flatnonzero(precision < threshold)
-        return RelevantVectors(index, precision[index], values[index, 0])
+        return RelevantVectors(index, precision[index], np.asarray(weights.mean)[index])
 
     def pruned(self, params: Mapping[str, Any], site: str = "f", *, threshold: float = 1e4) -> dict[str, Any]:
         """Parameters with the weights of all but the relevant vectors at zero, and their variances with them.
@@ -155,12 +172,11 @@ class AutoQSGP(AbstractAutoSparseGP):
         Arguments and errors are those of `relevant_vectors`.
         """
         table = self._table(params, site, relevance=True)
-        kept = table.values[:, -1] < np.log(threshold)
+        kept = table.weights(table.values, jnp.arange(table.size)).second_moment > 1.0 / threshold
         k = table.dense_columns or 0
         zeros = jnp.where(kept[:, None], table.values[:, : 1 + k], 0.0)
-        # A standard deviation of 1e-19, whose square is the smallest that single precision holds.
-        log_diagonal = jnp.where(kept, table.values[:, 1 + k], -43.0)
-        values = jnp.concatenate([zeros, log_diagonal[:, None], table.values[:, 2 + k :]], axis=1)
+        log_diagonal = jnp.where(kept, table.values[:, 1 + k], _NO_DEVIATION)
+        values = jnp.concatenate([zeros, log_diagonal[:, None]], axis=1)
         return self._with_values(params, site, table, values)
 
     def with_posterior(self, params: Mapping[str, Any], process: ProcessPosterior, site: str = "f") -> dict[str, Any]:
@@ -213,13 +229,19 @@ class AutoQSGP(AbstractAutoSparseGP):
 
         Raises:
             ValueError: no chevron covariance at the site; inputs so many and so close that no weights can be found in
-                their precision.
+                their precision; weights with a dense prior precision.
         """
         table = self._table(params, site, chevron=True)
         kernel, X, prior_mean = priors(self, rng_key, params, *args, **kwargs)[site]
         values = jnp.asarray(values, X.dtype)
         jitter = max(default_jitter(X.dtype), len(X) * float(jnp.finfo(X.dtype).eps))
         whiten = not self._family.relevance
+        if whiten and has_correlated_weights(as_finite_rank(kernel)):
+            msg = (
+                "The smallest weights of a dense prior precision S need S⁻¹, an m × m matrix. Start at a mean of zero, "
+                "or use independent weights."
+            )
+            raise ValueError(msg)
         weights = interpolated(kernel, X, table, values - prior_mean, jnp.asarray(jitter, X.dtype), whiten)
         if not isinstance(weights, Tracer) and np.isnan(weights).any():
             msg = (
@@ -240,7 +262,8 @@ class AutoQSGP(AbstractAutoSparseGP):
     ) -> dict[str, Any]:
         """Parameters with the best diagonal of a chevron covariance under Gaussian noise, in closed form.
 
-        d_k² = σ² / (φ_kᵀφ_k + σ² s_k), for the weights below the dense columns. O(N m), once.
+        d_k² = σ² / (φ_kᵀφ_k + σ² S_kk), for the weights below the dense columns. O(N m), once. In a relevance vector
+        machine it is the best for the means as they are, zero for a mean of zero.
 
         Args:
             rng_key: draws the hyperparameters, where the base guide is random.
@@ -261,8 +284,15 @@ class AutoQSGP(AbstractAutoSparseGP):
         relevance = self._family.relevance
         squares = sums_of_squares(kernel, X, table, not relevance)
         k, values = table.dense_columns or 0, table.values
-        precision = jnp.exp(values[:, 2 + k]) if relevance else jnp.ones(table.size, values.dtype)
-        log_diagonal = jnp.log(optimal_diagonal(squares, precision, jnp.asarray(noise_scale, values.dtype) ** 2))
+        noise = jnp.asarray(noise_scale, values.dtype) ** 2
+        if relevance:
+            rest = jnp.sum(values[:, : 1 + k] ** 2, axis=1)
+            log_diagonal = jnp.maximum(jnp.log(relevance_diagonal(squares, rest, noise)), _NO_DEVIATION)
+        else:
+            precision = jnp.ones(table.size, values.dtype)
+            if has_correlated_weights(as_finite_rank(kernel)):
+                precision = prior_diagonal(as_finite_rank(kernel), table)[: table.size]
+            log_diagonal = jnp.log(optimal_diagonal(squares, precision, noise))
         log_diagonal = jnp.where(jnp.arange(table.size) < k, values[:, 1 + k], log_diagonal)
         return self._with_values(params, site, table, values.at[:, 1 + k].set(log_diagonal))
 

@@ -13,17 +13,33 @@ import jax.numpy as jnp
 
 from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.kernels import Kernel
-from numpyro_sgp.math.linalg import cholesky, solve_lower, solve_lower_transposed
+from numpyro_sgp.math.linalg import cholesky, diagonal, solve_lower, solve_lower_transposed
 from numpyro_sgp.math.products import matmul, matvec
-from numpyro_sgp.posteriors.quadruply_stochastic.formulas import Inclusion, chevron_divergence, mean_divergence
+from numpyro_sgp.posteriors.quadruply_stochastic.formulas import (
+    Inclusion,
+    chevron_divergence,
+    mean_divergence,
+    relevance_divergence,
+)
 from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import WeightTable, features_at
 
-__all__ = ["Chevron", "dense_divergence", "interpolated", "streamed", "streamed_draw", "sums_of_squares"]
+__all__ = [
+    "Chevron",
+    "dense_divergence",
+    "interpolated",
+    "prior_diagonal",
+    "streamed",
+    "streamed_draw",
+    "sums_of_squares",
+]
 
 
 @partial(as_one_program, static_argnums=3)
 def streamed(kernel: Any, X: Array, table: WeightTable, whiten: bool) -> tuple[Array, Array, Array]:
-    """Φμ and ΦU beside each other, (N, 1 + k), Σ d²φ², (N,), and the divergence where S is diagonal."""
+    """Φμ and ΦU beside each other, (N, 1 + k), Σ d²φ², (N,), and the divergence where S is diagonal.
+
+    Features that are not whitened are those of a relevance vector machine.
+    """
     every = Inclusion(1.0, 1.0, 0.0)
     columns = 1 + (table.dense_columns or 0)
 
@@ -34,11 +50,13 @@ def streamed(kernel: Any, X: Array, table: WeightTable, whiten: bool) -> tuple[A
         Phi = jnp.where(there, features_at(kernel, X, index, whiten), 0.0)
         f, variance, kl = sums
         f = f + matmul(Phi, weights.linear)
-        precision = None if weights.log_precision is None else jnp.exp(weights.log_precision)
-        kl = kl + mean_divergence(weights.mean, precision, every)
         if weights.d is not None:
             variance = variance + matvec(Phi * Phi, weights.d**2)
-            kl = kl + chevron_divergence(weights.U, weights.d, weights.log_diagonal, precision, every)
+        if not whiten:
+            return (f, variance, kl + relevance_divergence(weights.second_moment, weights.log_diagonal, every)), None
+        kl = kl + mean_divergence(weights.mean, None, every)
+        if weights.d is not None:
+            kl = kl + chevron_divergence(weights.U, weights.d, weights.log_diagonal, None, every)
         return (f, variance, kl), None
 
     N, dtype = X.shape[-2], X.dtype
@@ -93,8 +111,7 @@ def interpolated(kernel: Any, X: Array, table: WeightTable, values: Array, jitte
     blocks = table.blocks()
 
     def of_block(index: Array, there: Array) -> tuple[Array, Array]:
-        log_precision = table.weights(table.at(index), index).log_precision
-        variance = 1.0 if log_precision is None else jnp.exp(-log_precision)
+        variance = 1.0 if whiten else table.weights(table.at(index), index).second_moment
         Phi = jnp.where(there, features_at(kernel, X, index, whiten), 0.0)
         return Phi, Phi * variance
 
@@ -111,20 +128,30 @@ def interpolated(kernel: Any, X: Array, table: WeightTable, values: Array, jitte
 
 @as_one_program
 def dense_divergence(kernel: Any, table: WeightTable) -> Array:
-    """½ μᵀSμ of correlated weights, by pairs of blocks."""
+    """The divergence of correlated weights, by pairs of blocks: ½ μᵀSμ, and of a covariance up to −½ log|S|."""
     index, there = table.blocks()
-    mean = jnp.where(there, table.at(index.reshape(-1))[:, 0].reshape(index.shape), 0.0)
+    weights = jax.vmap(lambda at: table.weights(table.at(at), at))(index)
+    linear = jnp.where(there[..., None], weights.linear, 0.0)
     M = index.shape[-1]
 
-    def row(index_i: Array, mean_i: Array) -> Array:
+    def row(index_i: Array, linear_i: Array) -> Array:
         def pair(other: tuple[Array, Array]) -> Array:
-            index_j, mean_j = other
+            index_j, linear_j = other
             S = kernel.prior_precision(jnp.concatenate([index_i, index_j]))[:M, M:]
-            return jnp.sum(mean_i * matvec(S, mean_j))
+            return jnp.sum(linear_i * matmul(S, linear_j))
 
-        return jnp.sum(lax.map(jax.checkpoint(pair), (index, mean)))
+        return jnp.sum(lax.map(jax.checkpoint(pair), (index, linear)))
 
-    return 0.5 * jnp.sum(lax.map(lambda block: row(*block), (index, mean)))
+    kl = 0.5 * jnp.sum(lax.map(lambda block: row(*block), (index, linear)))
+    if weights.d is None:
+        return kl
+    S = prior_diagonal(kernel, table).reshape(index.shape)
+    return kl + jnp.sum(jnp.where(there, 0.5 * S * weights.d**2 - weights.log_diagonal - 0.5, 0.0))
+
+
+def prior_diagonal(kernel: Any, table: WeightTable) -> Array:
+    """S_kk of correlated weights, block by block, with as many numbers as all blocks have."""
+    return lax.map(lambda index: diagonal(kernel.prior_precision(index)), table.blocks()[0]).reshape(-1)
 
 
 @jax.tree_util.register_dataclass

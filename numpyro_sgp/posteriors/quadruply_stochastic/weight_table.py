@@ -53,13 +53,11 @@ class Weights(NamedTuple):
         linear: μ and the columns U beside each other, (M, 1 + k).
         d: the diagonal below the dense columns, zero in the first k rows, (M,), or None.
         log_diagonal: log C_kk, (M,), or None.
-        log_precision: log s_k of a relevance vector machine, (M,), or None.
     """
 
     linear: Array
     d: Any
     log_diagonal: Any
-    log_precision: Array | None
 
     @property
     def mean(self) -> Array:
@@ -70,6 +68,11 @@ class Weights(NamedTuple):
     def U(self) -> Array:
         """The dense columns, (M, k)."""
         return self.linear[:, 1:]
+
+    @property
+    def second_moment(self) -> Array:
+        """E w_k² = μ_k² + (CCᵀ)_kk, (M,), where there is a covariance; in a relevance vector machine 1/s_k."""
+        return jnp.sum(self.linear * self.linear, axis=1) + self.d * self.d
 
 
 @jax.tree_util.register_dataclass
@@ -112,8 +115,7 @@ class WeightTable:
     """What the posterior knows of each weight, a row for each.
 
     Args:
-        values: μ; and, with a chevron covariance, the k dense columns and log C_kk; and, in a relevance vector machine,
-            log s_k, (m, 1), (m, 2 + k) or (m, 3 + k).
+        values: μ; and, with a chevron covariance, the k dense columns and log C_kk, (m, 1) or (m, 2 + k).
         control: inputs of a control variate, or None.
         batch: how many rows a step samples, M.
         dense_columns: k, or None where there is a mean only.
@@ -133,14 +135,14 @@ class WeightTable:
         """Rows at `index`, (M, c), as weights."""
         k = self.dense_columns
         if k is None:
-            return Weights(values[:, :1], None, None, None)
-        log_diagonal, log_precision = values[:, 1 + k], values[:, 2 + k] if values.shape[1] > 2 + k else None
+            return Weights(values[:, :1], None, None)
+        log_diagonal = values[:, 1 + k]
         column, first = jnp.arange(k), index[:, None] < k
         corner = jnp.where(index[:, None] == column, jnp.exp(log_diagonal)[:, None], 0.0)
         corner = jnp.where(index[:, None] > column, values[:, 1 : 1 + k], corner)
         U = jnp.where(first, corner, values[:, 1 : 1 + k])
         d = jnp.where(first[:, 0], 0.0, jnp.exp(log_diagonal))
-        return Weights(jnp.concatenate([values[:, :1], U], axis=1), d, log_diagonal, log_precision)
+        return Weights(jnp.concatenate([values[:, :1], U], axis=1), d, log_diagonal)
 
     def at(self, index: Array) -> Array:
         """The rows at some indices, (M, c)."""
