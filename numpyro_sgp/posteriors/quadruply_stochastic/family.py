@@ -174,8 +174,8 @@ class AbstractQuadruplyStochastic(AbstractPosteriorFamily):
         table = WeightTable(jnp.zeros((rank, columns), X.dtype), control, self.basis_batch, k)
         if not self.relevance:
             return table
-        # Weights of a mean of zero have no divergence, so their variance starts where the data have little to say
-        # against it: at that of noise a tenth of the prior's deviation.
+        # With means of zero all variances have the same divergence. They start at those that the data would leave with
+        # noise of a tenth of the prior's deviation.
         squares = sums_of_squares(kernel, X[:_START_ROWS], table, False) * max(1.0, len(X) / _START_ROWS)
         noise = 0.01 * jnp.mean(limit_of(kernel)(X[:_START_ROWS]))
         log_diagonal = 0.5 * jnp.log(noise / jnp.maximum(squares, 1e-6 * jnp.mean(squares)))
