@@ -270,14 +270,23 @@ def test_it_starts_at_the_posterior_of_an_svgp(natural):
     assert_allclose(root, np.linalg.cholesky(root @ root.T), rtol=1e-8, atol=1e-10)
 
 
+def machine(X_, y=None):
+    f = numpyro.sample("f", sgp.GaussianProcess(features.InducingBasis(kernel(), jnp.asarray(X)), X_))
+    with numpyro.plate("data", X_.shape[0]):
+        numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+
+def test_the_optimal_diagonal_of_weights_with_a_dense_precision_has_its_diagonal():
+    guide = sgp.AutoQSGP(machine, basis_batch=4, covariance="chevron")
+    params = guide.with_optimal_diagonal(jax.random.key(0), with_random_values(guide), X, noise_scale=NOISE)
+    K = np.asarray(kernel()(X, X))
+    d = np.sqrt(NOISE**2 / (np.sum(K**2, axis=0) + NOISE**2 * VARIANCE))
+    assert_allclose(np.exp(params["f_auto_basis"].values[:, 1]), d, rtol=1e-5)
+    with pytest.raises(ValueError, match="dense prior precision"):
+        guide.with_mean(jax.random.key(0), params, Y, X)
+
+
 def test_an_augmented_variance_is_the_priors_far_from_the_data():
-    centres = jnp.asarray(X)
-
-    def machine(X, y=None):
-        f = numpyro.sample("f", sgp.GaussianProcess(features.InducingBasis(kernel(), centres), X))
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
-
     guide = sgp.AutoQSGP(machine, basis_batch=4, covariance="chevron", relevance=True)
     params = with_random_values(guide)
     at = np.concatenate([X_NEW, [[50.0, 50.0]]])
