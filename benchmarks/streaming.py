@@ -337,8 +337,8 @@ def draw(runs: dict, path: Path) -> None:
     """NLPD against the share of the stream that has been seen."""
     import matplotlib.pyplot as plt
 
-    columns = min(3, len(runs))
-    rows = -(-len(runs) // columns)
+    columns = min(4, len(runs) + 1)
+    rows = -(-(len(runs) + 1) // columns)  # one place for the legend
     figure, axes = plt.subplots(rows, columns, figsize=(3.2 * columns, 2.7 * rows), layout="constrained", squeeze=False)
     for ax in axes.flat[len(runs) :]:
         ax.set_axis_off()
@@ -357,7 +357,7 @@ def draw(runs: dict, path: Path) -> None:
     for ax in axes[:, 0]:
         ax.set_ylabel("NLPD of test rows")
     handles = {label: line for ax in axes.flat for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    where = axes.flat[-1]
+    where = axes.flat[len(runs)]
     where.legend(handles.values(), handles.keys(), frameon=False, fontsize="small", loc="center")
     figure.savefig(path, dpi=120)
 
