@@ -653,9 +653,8 @@ def test_mistakes_in_the_options_raise_when_the_guide_is_made(arguments, options
     ],
 )
 def test_mistakes_in_the_bases_raise_when_the_guide_is_first_run(bases, message):
-    svi = SVI(regression, sgp.AutoDecoupledGP(regression, *bases), optax.sgd(0.0), sgp.QuadratureELBO())
     with pytest.raises(ValueError, match=message):
-        svi.init(jax.random.key(0), X, Y)
+        initial_parameters(regression, sgp.AutoDecoupledGP(regression, *bases), X, Y)
 
 
 def test_a_regression_cannot_start_the_full_parametrisation():
