@@ -28,7 +28,7 @@ REDUCED = {"n": 40, "columns": 2, "control": 20, "batch": 20, "rows": 20, "steps
 
 
 def dense(K: np.ndarray, y: np.ndarray, iterations: int) -> tuple[np.ndarray, np.ndarray]:
-    """Precisions and posterior means of the weights by s ← (1 − s Σ_kk)/μ_k², on those that are left."""
+    """Which weights s ← (1 − s Σ_kk)/μ_k² keeps, and their posterior means."""
     left, s = np.arange(len(y)), np.ones(len(y))
     for _ in range(iterations):
         Phi = K[:, left]
@@ -90,16 +90,19 @@ def main(arguments: argparse.Namespace) -> None:
     other = K[:, index] @ weights
     exact = K @ np.linalg.solve(K + NOISE**2 * np.eye(n), y)
     strong = int(np.sum(kept.precision < THRESHOLD / 10.0))
+    first = int(np.sum(kept.index < settings["columns"]))
     result = {
         "n": n,
         "kept": len(kept.index),
         "kept_at_a_tenth_of_the_threshold": strong,
+        "kept_of_the_first": first,
         "rmse": rmse(mean),
         "seconds": seconds,
         "dense_updates": {"kept": len(index), "rmse": rmse(other)},
         "exact_gp_rmse": rmse(exact),
     }
     print(f"kept {len(kept.index)} of {n} ({strong} below a tenth of the threshold), error {result['rmse']:.4f}")
+    print(f"of the first {settings['columns']}, where the dense columns start: {first}")
     print(f"dense updates: kept {len(index)}, error {rmse(other):.4f}; exact GP: error {rmse(exact):.4f}")
     report("relevance_vectors", {"settings": settings, **result}, arguments.output)
     if arguments.figure:

@@ -11,7 +11,6 @@ from jax.typing import ArrayLike
 import numpy as np
 from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_sgp.features import as_finite_rank
 from numpyro_sgp.features.finite_rank import has_correlated_weights
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.inducing import InducingPoints, check_new_inputs
@@ -19,22 +18,14 @@ from numpyro_sgp.math.linalg import default_jitter
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, Inducing, check_names, for_site
 from numpyro_sgp.posteriors.functions import priors
 from numpyro_sgp.posteriors.process import ProcessPosterior
-from numpyro_sgp.posteriors.quadruply_stochastic.family import (
-    ControlForm,
-    Covariance,
-    QuadruplyStochastic,
-    WithChevronCovariance,
-)
-from numpyro_sgp.posteriors.quadruply_stochastic.formulas import (
-    augmented_variance,
-    optimal_diagonal,
-    relevance_diagonal,
-)
-from numpyro_sgp.posteriors.quadruply_stochastic.table_sums import (
-    interpolated,
-    prior_diagonal,
-    streamed,
-    sums_of_squares,
+from numpyro_sgp.posteriors.quadruply_stochastic.abstract import ControlForm
+from numpyro_sgp.posteriors.quadruply_stochastic.family import Covariance, QuadruplyStochastic
+from numpyro_sgp.posteriors.quadruply_stochastic.formulas import augmented_variance
+from numpyro_sgp.posteriors.quadruply_stochastic.inducing_covariance import WithInducingCovariance
+from numpyro_sgp.posteriors.quadruply_stochastic.table_sums import interpolated, streamed, sums_of_squares
+from numpyro_sgp.posteriors.quadruply_stochastic.weight_covariance import (
+    AbstractWeightCovariance,
+    RelevanceVectorMachine,
 )
 from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import WeightTable, limit_of
 
@@ -137,7 +128,7 @@ class AutoQSGP(AbstractAutoSparseGP):
         super().__init__(model, base=base, prefix=prefix)
 
     def family(self, site: str) -> AbstractPosteriorFamily:
-        if isinstance(self._family, WithChevronCovariance):
+        if not isinstance(self._family, WithInducingCovariance):
             return self._family
         return dataclasses.replace(self._family, inducing=for_site(self.inducing, site, "inducing"))
 
@@ -161,7 +152,7 @@ class AutoQSGP(AbstractAutoSparseGP):
             Evans and Nair (2020), appendix I.3.
         """
         table = self._table(params, site, relevance=True)
-        weights = table.weights(table.values, jnp.arange(table.size))
+        weights = table.all_weights()
         precision = 1.0 / np.asarray(weights.second_moment)
         index = np.flatnonzero(precision < threshold)
         return RelevantVectors(index, precision[index], np.asarray(weights.mean)[index])
@@ -172,7 +163,7 @@ class AutoQSGP(AbstractAutoSparseGP):
         Arguments and errors are those of `relevant_vectors`.
         """
         table = self._table(params, site, relevance=True)
-        kept = table.weights(table.values, jnp.arange(table.size)).second_moment > 1.0 / threshold
+        kept = table.all_weights().second_moment > 1.0 / threshold
         k = table.dense_columns or 0
         zeros = jnp.where(kept[:, None], table.values[:, : 1 + k], 0.0)
         log_diagonal = jnp.where(kept, table.values[:, 1 + k], _NO_DEVIATION)
@@ -235,8 +226,8 @@ class AutoQSGP(AbstractAutoSparseGP):
         kernel, X, prior_mean = priors(self, rng_key, params, *args, **kwargs)[site]
         values = jnp.asarray(values, X.dtype)
         jitter = max(default_jitter(X.dtype), len(X) * float(jnp.finfo(X.dtype).eps))
-        whiten = not self._family.relevance
-        if whiten and has_correlated_weights(as_finite_rank(kernel)):
+        whiten = self._family.whitens
+        if whiten and has_correlated_weights(kernel):
             msg = (
                 "The smallest weights of a dense prior precision S need S⁻¹, an m × m matrix. Start at a mean of zero, "
                 "or use independent weights."
@@ -279,20 +270,12 @@ class AutoQSGP(AbstractAutoSparseGP):
         References:
             Evans and Nair (2020), proposition 1.
         """
-        table = self._table(params, site, chevron=True)
+        table, family = self._table(params, site, chevron=True), cast(AbstractWeightCovariance, self._family)
         kernel, X, _ = priors(self, rng_key, params, *args, **kwargs)[site]
-        relevance = self._family.relevance
-        squares = sums_of_squares(kernel, X, table, not relevance)
-        k, values = table.dense_columns or 0, table.values
-        noise = jnp.asarray(noise_scale, values.dtype) ** 2
-        if relevance:
-            rest = jnp.sum(values[:, : 1 + k] ** 2, axis=1)
-            log_diagonal = jnp.maximum(jnp.log(relevance_diagonal(squares, rest, noise)), _NO_DEVIATION)
-        else:
-            precision = jnp.ones(table.size, values.dtype)
-            if has_correlated_weights(as_finite_rank(kernel)):
-                precision = prior_diagonal(as_finite_rank(kernel), table)[: table.size]
-            log_diagonal = jnp.log(optimal_diagonal(squares, precision, noise))
+        squares = sums_of_squares(kernel, X, table, family.whitens)
+        k, values = family.dense_columns, table.values
+        diagonal = family.optimal_diagonal(kernel, table, squares, jnp.asarray(noise_scale, values.dtype) ** 2)
+        log_diagonal = jnp.maximum(jnp.log(diagonal), _NO_DEVIATION)
         log_diagonal = jnp.where(jnp.arange(table.size) < k, values[:, 1 + k], log_diagonal)
         return self._with_values(params, site, table, values.at[:, 1 + k].set(log_diagonal))
 
@@ -330,7 +313,7 @@ class AutoQSGP(AbstractAutoSparseGP):
         kernel, X, _ = priors(self, rng_key, params, *args, **kwargs)[site]
         check_new_inputs(X.shape[-1], X_new)
         X_new = jnp.asarray(X_new, X.dtype)
-        f, variance, _ = streamed(kernel, X_new, table, not self._family.relevance)
+        f, variance = streamed(kernel, X_new, table, self._family.whitens)
         variance = jnp.sum(f[:, 1:] ** 2, axis=-1) + variance
         limit = limit_of(kernel)
         squares = lax.map(lambda x: jnp.sum(limit(x[None], X) ** 2), X_new)
@@ -343,7 +326,8 @@ class AutoQSGP(AbstractAutoSparseGP):
         if not isinstance(table, WeightTable):
             msg = f"`params` has no weights for a GP site {site!r}. Pass parameters of this guide and one of its sites."
             raise ValueError(msg)  # noqa: TRY004 - the right type, of another guide
-        if (chevron and table.dense_columns is None) or (relevance and not self._family.relevance):
+        is_machine = isinstance(self._family, RelevanceVectorMachine)
+        if (chevron and table.dense_columns is None) or (relevance and not is_machine):
             options = 'covariance="chevron"' + ", relevance=True" * relevance
             msg = f"This needs a covariance of the weights. Use a guide `AutoQSGP(model, {options})`."
             raise ValueError(msg)

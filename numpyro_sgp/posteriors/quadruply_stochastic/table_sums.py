@@ -3,6 +3,7 @@
 No array is larger than the table, or than the features of a block at the inputs.
 """
 
+from collections.abc import Callable
 import dataclasses
 from functools import partial
 from typing import Any
@@ -15,17 +16,13 @@ from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.kernels import Kernel
 from numpyro_sgp.math.linalg import cholesky, diagonal, solve_lower, solve_lower_transposed
 from numpyro_sgp.math.products import matmul, matvec
-from numpyro_sgp.posteriors.quadruply_stochastic.formulas import (
-    Inclusion,
-    chevron_divergence,
-    mean_divergence,
-    relevance_divergence,
-)
-from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import WeightTable, features_at
+from numpyro_sgp.posteriors.quadruply_stochastic.formulas import Inclusion
+from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import Weights, WeightTable, features_at
 
 __all__ = [
     "Chevron",
     "dense_divergence",
+    "independent_divergence",
     "interpolated",
     "prior_diagonal",
     "streamed",
@@ -35,34 +32,36 @@ __all__ = [
 
 
 @partial(as_one_program, static_argnums=3)
-def streamed(kernel: Any, X: Array, table: WeightTable, whiten: bool) -> tuple[Array, Array, Array]:
-    """Φμ and ΦU beside each other, (N, 1 + k), Σ d²φ², (N,), and the divergence where S is diagonal.
+def streamed(kernel: Any, X: Array, table: WeightTable, whiten: bool) -> tuple[Array, Array]:
+    """Φμ and ΦU beside each other, (N, 1 + k), and Σ d²φ², (N,)."""
 
-    Features that are not whitened are those of a relevance vector machine.
-    """
-    every = Inclusion(1.0, 1.0, 0.0)
-    columns = 1 + (table.dense_columns or 0)
-
-    def add(sums: tuple[Array, Array, Array], block: tuple[Array, Array]) -> tuple[tuple[Array, Array, Array], None]:
+    def add(sums: tuple[Array, Array], block: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
         index, there = block
-        # A row of zeros is the prior, without divergence.
-        weights = table.weights(jnp.where(there[:, None], table.at(index), 0.0), index)
+        weights = table.weights(table.at(index), index)
         Phi = jnp.where(there, features_at(kernel, X, index, whiten), 0.0)
-        f, variance, kl = sums
+        f, variance = sums
         f = f + matmul(Phi, weights.linear)
         if weights.d is not None:
             variance = variance + matvec(Phi * Phi, weights.d**2)
-        if not whiten:
-            return (f, variance, kl + relevance_divergence(weights.second_moment, weights.log_diagonal, every)), None
-        kl = kl + mean_divergence(weights.mean, None, every)
-        if weights.d is not None:
-            kl = kl + chevron_divergence(weights.U, weights.d, weights.log_diagonal, None, every)
-        return (f, variance, kl), None
+        return (f, variance), None
 
     N, dtype = X.shape[-2], X.dtype
-    zeros = jnp.zeros((N, columns), dtype), jnp.zeros(N, dtype), jnp.zeros((), dtype)
+    zeros = jnp.zeros((N, 1 + (table.dense_columns or 0)), dtype), jnp.zeros(N, dtype)
     # Features are computed again for a gradient, so that those of all blocks are never held.
     return lax.scan(jax.checkpoint(add), zeros, table.blocks())[0]
+
+
+@partial(as_one_program, static_argnums=1)
+def independent_divergence(table: WeightTable, divergence: Callable[[Weights, None, Inclusion], Array]) -> Array:
+    """The divergence of all weights, independent ones, by that of a block of them."""
+
+    def of_block(block: tuple[Array, Array]) -> Array:
+        index, there = block
+        # A row of zeros has none.
+        weights = table.weights(jnp.where(there[:, None], table.at(index), 0.0), index)
+        return divergence(weights, None, Inclusion(1.0, 1.0, 0.0))
+
+    return jnp.sum(lax.map(of_block, table.blocks()))
 
 
 @partial(as_one_program, static_argnums=4)
@@ -130,7 +129,7 @@ def interpolated(kernel: Any, X: Array, table: WeightTable, values: Array, jitte
 def dense_divergence(kernel: Any, table: WeightTable) -> Array:
     """The divergence of correlated weights, by pairs of blocks: ½ μᵀSμ, and of a covariance up to −½ log|S|."""
     index, there = table.blocks()
-    weights = jax.vmap(lambda at: table.weights(table.at(at), at))(index)
+    weights = jax.vmap(lambda block: table.weights(table.at(block), block))(index)
     linear = jnp.where(there[..., None], weights.linear, 0.0)
     M = index.shape[-1]
 
@@ -145,13 +144,17 @@ def dense_divergence(kernel: Any, table: WeightTable) -> Array:
     kl = 0.5 * jnp.sum(lax.map(lambda block: row(*block), (index, linear)))
     if weights.d is None:
         return kl
-    S = prior_diagonal(kernel, table).reshape(index.shape)
+    S = _diagonal_in_blocks(kernel, table)
     return kl + jnp.sum(jnp.where(there, 0.5 * S * weights.d**2 - weights.log_diagonal - 0.5, 0.0))
 
 
+def _diagonal_in_blocks(kernel: Any, table: WeightTable) -> Array:
+    return lax.map(lambda index: diagonal(kernel.prior_precision(index)), table.blocks()[0])
+
+
 def prior_diagonal(kernel: Any, table: WeightTable) -> Array:
-    """S_kk of correlated weights, block by block, with as many numbers as all blocks have."""
-    return lax.map(lambda index: diagonal(kernel.prior_precision(index)), table.blocks()[0]).reshape(-1)
+    """S_kk of correlated weights, (m,), block by block."""
+    return _diagonal_in_blocks(kernel, table).reshape(-1)[: table.size]
 
 
 @jax.tree_util.register_dataclass
@@ -164,7 +167,7 @@ class Chevron(Kernel):
     whiten: bool = dataclasses.field(metadata={"static": True})
 
     def _diagonal(self, X: Array) -> Array:
-        f, variance, _ = streamed(self.kernel, X, self.table, self.whiten)
+        f, variance = streamed(self.kernel, X, self.table, self.whiten)
         return jnp.sum(f[:, 1:] ** 2, axis=-1) + variance
 
     def _matrix(self, X: Array, Z: Array) -> Array:

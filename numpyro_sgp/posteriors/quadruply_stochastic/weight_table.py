@@ -144,6 +144,10 @@ class WeightTable:
         d = jnp.where(first[:, 0], 0.0, jnp.exp(log_diagonal))
         return Weights(jnp.concatenate([values[:, :1], U], axis=1), d, log_diagonal)
 
+    def all_weights(self) -> Weights:
+        """All rows as weights."""
+        return self.weights(self.values, jnp.arange(self.size))
+
     def at(self, index: Array) -> Array:
         """The rows at some indices, (M, c)."""
         return self.values.at[index].get(mode="promise_in_bounds")
