@@ -69,7 +69,7 @@ def ours(p: dict, binary: bool, reduced: bool) -> dict:
     else:
         noise = float(result.guide.median(result.params, p["X"][:2], p["y"][:2])["noise"])
         found = scores(np.asarray(q.mean), np.asarray(q.variance), noise, p["y_test"])
-    chosen = {"M": report.num_inducing["f"], "method": report.method, "converged": report.converged}
+    chosen = {"M": report.num_inducing.get("f", len(p["X"])), "method": report.method, "converged": report.converged}
     return {**found, "seconds": seconds, **chosen}
 
 

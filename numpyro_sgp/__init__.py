@@ -50,7 +50,8 @@ from numpyro_sgp.losses.quadrature_elbo import QuadratureELBO
 from numpyro_sgp.optim import DescentAscent, DualAscent, GrowBasis, NaturalGradient, RowSparse, num_refused
 from numpyro_sgp.posteriors.decoupled.family import Decoupled
 from numpyro_sgp.posteriors.decoupled.guide import AutoDecoupledGP
-from numpyro_sgp.posteriors.dual.guide import AutoTSVGP, Dual
+from numpyro_sgp.posteriors.dual.family import Dual
+from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
 from numpyro_sgp.posteriors.functions import FunctionDraws
 from numpyro_sgp.posteriors.markov.family import Markov
 from numpyro_sgp.posteriors.markov.guide import AutoMarkovGP

@@ -1,4 +1,4 @@
-"""`AutoMarkovGP` with latents beside the function of time: one Gaussian over both."""
+"""A function with a site in each row and latents beside it, over time and dense: one Gaussian over both."""
 
 import jax
 import jax.numpy as jnp
@@ -65,9 +65,17 @@ def trained(guide, model, y=COUNTS, num_steps=40, step_size=0.7):
     return svi, result
 
 
-def test_one_step_is_the_exact_posterior_for_gaussian_noise():
+def dense(model):
+    return sgp.AutoTSVGP(model, None)
+
+
+KINDS = pytest.mark.parametrize("kind", [sgp.AutoMarkovGP, dense], ids=["time", "dense"])
+
+
+@KINDS
+def test_one_step_is_the_exact_posterior_for_gaussian_noise(kind):
     y = RNG.normal(size=N) + 0.7 + W @ [0.5, -1.0]
-    guide = sgp.AutoMarkovGP(gaussian)
+    guide = kind(gaussian)
     _, result = trained(guide, gaussian, y, num_steps=2, step_size=1.0)
     q = guide.posterior(jax.random.key(0), result.params, TIMES, W)["f"]
     # z = (f, level, slopes), and y = J z + noise.
@@ -84,9 +92,10 @@ def test_one_step_is_the_exact_posterior_for_gaussian_noise():
     assert_allclose(q.mean, mean[:N], atol=1e-11)
     assert_allclose(q.variance, np.diag(covariance)[:N], atol=1e-11)
     assert_allclose(q.covariance(), covariance[:N, :N], atol=1e-11)
-    parallel = sgp.AutoMarkovGP(gaussian, parallel=True).posterior(jax.random.key(0), result.params, TIMES, W)["f"]
-    assert_allclose([parallel.mean, parallel.variance], [q.mean, q.variance], atol=1e-11)
-    assert_allclose(parallel.kl, q.kl, rtol=1e-11)
+    if kind is sgp.AutoMarkovGP:
+        parallel = kind(gaussian, parallel=True).posterior(jax.random.key(0), result.params, TIMES, W)["f"]
+        assert_allclose([parallel.mean, parallel.variance], [q.mean, q.variance], atol=1e-11)
+        assert_allclose(parallel.kl, q.kl, rtol=1e-11)
     above = guide.quantiles(result.params, 0.8413447460685429, TIMES, W)  # one standard deviation
     sd = np.sqrt(np.diag(covariance))
     assert_allclose(np.r_[above["level"], above["slopes"]], (mean + sd)[N:], atol=1e-10)
@@ -98,10 +107,10 @@ def test_one_step_is_the_exact_posterior_for_gaussian_noise():
     assert np.max(np.abs(z.mean(0) - mean) / sd) < 0.07
 
 
-@pytest.fixture(scope="module")
-def runs():
+@pytest.fixture(scope="module", params=[sgp.AutoMarkovGP, dense], ids=["time", "dense"])
+def runs(request):
     with jax.enable_x64(True):
-        pairs = (counts, sgp.AutoMarkovGP(counts)), (counts_by_one_kernel, sgp.AutoTSVGP(counts_by_one_kernel, None))
+        pairs = (counts, request.param(counts)), (counts_by_one_kernel, dense(counts_by_one_kernel))
         return [(guide, *trained(guide, model)) for model, guide in pairs]
 
 
@@ -118,12 +127,24 @@ def test_bound_and_its_gradient_are_those_of_one_kernel_with_the_effects(runs):
 
 
 def test_predictions_are_those_of_one_kernel_with_the_effects(runs):
-    (guide, _, own), (dense, _, other) = runs
-    q = dense.posterior(jax.random.key(1), other.params, *NEW)["f"]
+    (guide, _, own), (one_kernel, _, other) = runs
+    q = one_kernel.posterior(jax.random.key(1), other.params, *NEW)["f"]
     draws = guide.sample_posterior(jax.random.key(1), own.params, *NEW, sample_shape=(5_000,))["predictor"]
     sd = np.sqrt(q.variance)
     assert np.max(np.abs(draws.mean(0) - q.mean) / sd) < 0.07
     assert np.max(np.abs(np.cov(draws.T) - q.covariance()) / np.outer(sd, sd)) < 0.1
+
+
+def test_functions_are_drawn_from_the_dense_posterior_given_draws_of_the_effects():
+    guide = dense(counts)
+    _, result = trained(guide, counts, num_steps=15)
+    q = guide.posterior(jax.random.key(1), result.params, *NEW)["f"]
+    f = guide.sample_functions(jax.random.key(2), result.params, *NEW, num_samples=3000, num_features=64)["f"](NEW[0])
+    sd = np.sqrt(q.variance)
+    assert np.max(np.abs(f.mean(0) - q.mean) / sd) < 0.07
+    assert np.max(np.abs(np.cov(f.T) - q.covariance()) / np.outer(sd, sd)) < 0.1
+    with pytest.raises(TypeError, match="no inducing variables u with a Gaussian"):
+        sgp.process_posterior(guide, jax.random.key(1), result.params, *NEW)
 
 
 @pytest.mark.thorough

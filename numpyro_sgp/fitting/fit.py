@@ -89,8 +89,9 @@ def fit(
     the variance with which a row tells it. If all rows are seen at once, L-BFGS maximises the bound with q(u) at its
     best, and latents outside of the joint posterior get standard deviations from the curvature there. If not, cycles
     of natural steps and Adam on minibatches, each twice as long as the one before, end where the bound no longer
-    rises. One function of more than 2000 times, with a kernel that `AutoMarkovGP` takes exactly, is smoothed by it in
-    the place of inducing inputs, unless options of these or a `batch_size` are given. Nothing is standardised: the
+    rises. In the place of inducing inputs, unless options of these or a `batch_size` are given, one function of few
+    rows has the dense posterior, `AutoTSVGP(model, None)` (up to 300, or 2000 with Gaussian noise), and one of more
+    than 2000 times is smoothed by `AutoMarkovGP` if that takes its kernel exactly. Nothing is standardised: the
     model's priors should fit the units of the data.
 
     **An `SVI`**: `fit(svi, rng_key, data, batch_size=...)`. Each epoch visits N // batch_size batches without

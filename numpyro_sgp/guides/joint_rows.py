@@ -19,10 +19,23 @@ from numpyro_sgp.kernels.functional import same_rows
 from numpyro_sgp.math.products import matmul, matvec
 from numpyro_sgp.posteriors.family import AbstractRowFamily, is_initial
 from numpyro_sgp.posteriors.joint.by_rows import JointByRows, JointCovariance, markers
-from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, Moments
-from numpyro_sgp.posteriors.natural_parameters import JointSites, Perturbed
+from numpyro_sgp.posteriors.moments import AbstractCovariance, Moments
+from numpyro_sgp.posteriors.natural_parameters import DatumSites, JointSites, Perturbed
+from numpyro_sgp.posteriors.parameters import FittedParameters
+from numpyro_sgp.posteriors.process import AbstractProcess, TableProcess
 
 __all__ = ["RowsRun"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _GivenLatents:
+    """q(f | w) at the draw of w."""
+
+    family: AbstractRowFamily
+    fitted: FittedParameters
+
+    def process(self, q: SparsePosterior) -> AbstractProcess | TableProcess | None:
+        return self.family.process(self.fitted, q)
 
 
 class RowsRun(AbstractJointRun):
@@ -68,11 +81,11 @@ class RowsRun(AbstractJointRun):
             m = jnp.where(self._same, gaussian.f[0], jnp.nan)
             gaussian = dataclasses.replace(gaussian, f=(m, gaussian.f[1]))
         self.gaussian = gaussian
+        self._family, self._prefix = family, prefix
         self._draw_latents()
         self.latents = self._latents_at(model, trace)
 
     def posterior(self, site: str, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
-        del site
         gaussian = self.gaussian
         of_w = matmul(gaussian.S_sqrt.T, gaussian.G)
         mean = gaussian.given(gaussian.mean)
@@ -80,9 +93,16 @@ class RowsRun(AbstractJointRun):
         covariance = None if self._training else JointCovariance(self._given_latents(), of_w)
         q = SparsePosterior(prior, Moments(mean, variance, gaussian.kl, covariance), batch_shape)
         q.joint_run = self
+        fitted = FittedParameters({f"{site}_{self._prefix}_sites": self._sites_given_latents()}, site, self._prefix)
+        q.drawn = _GivenLatents(self._family, fitted)
         return q
 
-    def _given_latents(self) -> AbstractDenseCovariance:
+    def _sites_given_latents(self) -> DatumSites:
+        """Those of f alone, at the draw of w."""
+        sites, w = value_of(self.gaussian.sites), matvec(self.gaussian.L, self.v)
+        return DatumSites(sites.lambda1 - matvec(sites.Lambda2[:, 1:], w), sites.Lambda2[:, 0], sites.X, sites.places)
+
+    def _given_latents(self) -> AbstractCovariance:
         assert self._line is not None
         sites = value_of(self.gaussian.sites)
         return self._line.covariance(*self._line.in_order(sites.lambda1, sites.Lambda2[:, 0]))

@@ -86,10 +86,6 @@ class AbstractDenseCovariance(AbstractCovariance):
     def deviation(self, noise: Array) -> Array:
         raise NotImplementedError
 
-    @abstractmethod
-    def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
-        """Joint draws of f − E[f], shape (..., N)."""
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -204,10 +204,8 @@ def drawable_of(
 
     `drawn` is for a posterior that is joint with others: given the draw of all of them that it was made with.
     """
-    if q.gaussian is not None:
-        return (q.drawn if drawn else q.gaussian).process(q)
-    family = guide.family(site)
-    found = family.process(FittedParameters(params, site, guide.prefix), q)
+    family, given = guide.family(site), q.drawn if drawn else q.gaussian
+    found = given.process(q) if given is not None else family.process(FittedParameters(params, site, guide.prefix), q)
     if found is None:
         raise UnknownFamilyError(_without_process(family, site))
     return found

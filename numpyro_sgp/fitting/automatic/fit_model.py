@@ -20,7 +20,7 @@ from numpyro_sgp.fitting.automatic.needs import inducing_of, priors_at
 from numpyro_sgp.fitting.automatic.placing import unexplained
 from numpyro_sgp.fitting.automatic.report import FitReport, FitResult, evidence_of
 from numpyro_sgp.fitting.automatic.search import NEGLIGIBLE, Search
-from numpyro_sgp.fitting.automatic.task import Task, effects, is_over_time
+from numpyro_sgp.fitting.automatic.task import Task, effects, is_dense, is_over_time
 from numpyro_sgp.fitting.batches import checked_rows
 from numpyro_sgp.fitting.training import train
 from numpyro_sgp.guides.members import Joint
@@ -88,6 +88,8 @@ def fit_model(
     whole = not task.keywords(rows) or (rows <= _SAMPLE if batch_size is None else batch_size == rows)
     if joint is None:
         task = dataclasses.replace(task, joint=effects(task, every if whole else some, key_search))
+    if free and whole and rows <= max(task.most_whole, task.most_inducing):
+        task = dataclasses.replace(task, may_be_dense=is_dense(task, every, key_search))
     search = Search(task, every if whole else some, key_search)
     search.run()
     if not whole and batch_size is None and search.profile.exact and search.enough:
@@ -134,8 +136,8 @@ def _searched(search: Search, rng_key: Array, started: float) -> FitResult:
     svi = SVI(search.task.model, search.guide, NaturalGradient(0.5, optax.adam(0.1 * _RATE)), search.task.loss)
     svi.constrain_fn = profile.svi.constrain_fn
     state = SVIState(svi.optim.init(profile.unconstrained), profile.state.mutable_state, rng_key)
-    smoothed = "smoothed over time, " if search.task.over_time else ""
-    method = f"all at once, {smoothed}L-BFGS with {profile.evaluations} evaluations"
+    form = "smoothed over time, " if search.task.over_time else "" if search.inducing else "dense posterior, "
+    method = f"all at once, {form}L-BFGS with {profile.evaluations} evaluations"
     return _result(search, svi, state, jnp.asarray([search.value]), method, search.converged, started)
 
 
@@ -151,8 +153,8 @@ def _trained(
         shrink = (search.rows / task.rows) ** 0.5
         start = search.hyperparameters
         start = {name: shrink * value if name in search.scales else value for name, value in start.items()}
-        inducing = search.chosen() if task.inducing is None and not task.over_time else task.inducing
-    if not task.over_time:
+        inducing = search.chosen() if task.inducing is None and search.inducing else task.inducing
+    if search.inducing:
         search.guide = search.sparse_guide.with_inducing(inducing, learn_inducing=search.learns)
     guide = search.guide
     last_rho = max(batch_size / task.rows, 0.01)
@@ -202,20 +204,19 @@ def _result(
     search: Search, svi: SVI, state: Any, losses: Array, method: str, converged: bool, started: float
 ) -> FitResult:
     task, guide, params = search.task, search.guide, svi.get_params(state)
-    inducing = inducing_of(guide, params)
-    values, priors = {}, {}
-    if inducing:
+    inducing, values, priors = inducing_of(guide, params), {}, {}
+    if not task.over_time:
         values, priors = priors_at(task.model, guide, params, search.args, search.kwargs, search.rng_key)
     evidence = None
     if search.rows == task.rows and len(priors) == 1 and not any(g.latents for g in guide.joint_groups(params)):
         ((site, prior),) = priors.items()
         given = {**params, **{name: value for name, value in values.items() if name != site}}
-        evidence = evidence_of(task.model, given, site, prior, inducing[site], search.args, search.kwargs)
+        evidence = evidence_of(task.model, given, site, prior, inducing.get(site), search.args, search.kwargs)
     report = FitReport(
         num_rows=task.rows,
         method=method,
         num_inducing={site: value.num_inducing for site, value in inducing.items()},
-        unexplained={site: unexplained(prior.kernel, prior.X, inducing[site]) for site, prior in priors.items()},
+        unexplained={site: unexplained(priors[site].kernel, priors[site].X, Z) for site, Z in inducing.items()},
         enough=search.enough,
         converged=converged,
         evidence=evidence,

@@ -73,7 +73,8 @@ def priors_at(
     values = jax.jit(lambda params, args: guide.median(params, *args, **kwargs))(params, args)
     given = handlers.substitute(handlers.seed(model, rng_key), data={**params, **values})
     trace = handlers.trace(given).get_trace(*args, **kwargs)
-    return values, {site: unwrap(trace[site]["fn"]) for site in inducing_of(guide, params)}
+    fns = {name: unwrap(site["fn"]) for name, site in trace.items() if site["type"] == "sample"}
+    return values, {name: fn for name, fn in fns.items() if isinstance(fn, GaussianProcess)}
 
 
 def needs_of(

@@ -40,7 +40,9 @@ def _recorder() -> optax.GradientTransformationExtraArgs:
     """A transformation that moves nothing, and keeps the loss and the gradients that it is given."""
 
     def init(params: Any) -> _Seen:
-        return _Seen(jnp.zeros((), jnp.result_type(*jax.tree.leaves(params))), jax.tree.map(jnp.zeros_like, params))
+        return _Seen(
+            jnp.zeros((), jnp.result_type(float, *jax.tree.leaves(params))), jax.tree.map(jnp.zeros_like, params)
+        )
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, _Seen]:
         del params

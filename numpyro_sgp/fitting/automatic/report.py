@@ -27,7 +27,7 @@ _ITERATIONS = 10
 
 
 class Evidence(NamedTuple):
-    """Bounds of the log evidence of a regression, in nats, at the medians of its hyperparameters."""
+    """Bounds of the log evidence of a regression, in nats, at the medians of its hyperparameters; equal if exact."""
 
     lower: float
     upper: float
@@ -40,7 +40,7 @@ class FitReport:
     Attributes:
         num_rows: N.
         method: how the bound was maximised.
-        num_inducing: M, by GP site.
+        num_inducing: M, by GP site; none of one whose posterior is dense or smoothed.
         unexplained: by GP site, the share of the prior variance at the data that the inducing inputs leave.
         enough: whether that is as little as was wanted; if not, more inducing inputs would help.
         converged: whether training ended because the bound no longer rose.
@@ -67,10 +67,8 @@ class FitReport:
             lines[-1] += "; more of them (`num_inducing`) would explain more"
         if self.evidence is not None:
             lower, upper = self.evidence
-            lines.append(
-                f"log evidence between {lower:.6g} and {upper:.6g}: at most {(upper - lower) / self.num_rows:.2g} nats "
-                "a row are lost"
-            )
+            bounds = f"between {lower:.6g} and {upper:.6g}: at most {(upper - lower) / self.num_rows:.2g} nats a row"
+            lines.append(f"log evidence {bounds} are lost" if lower < upper else f"log evidence {lower:.6g}, exact")
         lines.append("converged" if self.converged else "stopped before the bound had settled")
         return "\n".join(lines)
 
@@ -111,7 +109,7 @@ def evidence_of(
         values: of all latents and parameters but the GP site.
         site: the GP site.
         prior: its distribution.
-        inducing: its inducing variables.
+        inducing: its inducing variables; None for the exact evidence.
         args: arguments of the model, with all rows.
         kwargs: keyword arguments of the model.
     """
@@ -139,6 +137,9 @@ def evidence_of(
 
     @jax.jit
     def bounds(kernel: Any, X: Any, inducing: Any, scale: Array, mean: Array, y: Array) -> tuple[Array, Array]:
+        if inducing is None:
+            dense = dist.MultivariateNormal(mean, kernel(X, X) + jnp.diag(jnp.broadcast_to(scale, y.shape) ** 2))
+            return (dense.log_prob(y),) * 2
         regression = SparseGPRegression(kernel, X, inducing, scale, mean, jitter=prior.jitter)
         return regression.log_prob(y), regression.upper_bound(y, num_iterations=_ITERATIONS)
 

@@ -23,7 +23,7 @@ __all__ = ["NEGLIGIBLE", "Search"]
 
 # Nats a row: what gains less was the last of its kind.
 NEGLIGIBLE = 1e-3
-# The first search has so many, as its hyperparameters are still wrong; so few rows may all be inducing inputs.
+# The first search has so many, as its hyperparameters are still wrong; with so few rows nothing is approximated.
 _FIRST, _FEW = 100, 300
 # Another number of inducing inputs needs another program: so it is taken only where they are many more.
 _MORE = 1.3
@@ -66,11 +66,14 @@ class Search:
     ) -> None:
         self.task, self.rng_key, self.rows = task, rng_key, len(index)
         self.args, self.kwargs = task.args(index), task.keywords(len(index))
-        self.value, self.enough, self.converged = np.inf, task.inducing is not None or task.over_time, False
+        self.value, self.converged = np.inf, False
         number = len(index) if len(index) <= _FEW or task.number_given else _FIRST
         first = functools.partial(place, most=min(number, task.most_inducing))
         given = first if task.inducing is None else task.inducing
+        if task.may_be_dense and len(index) == task.rows <= min(_FEW, task.most_inducing):
+            given = None
         self._begin(task.guide(given) if guide is None else guide, init_params)
+        self.enough = task.inducing is not None or not self.inducing
         self.deterministic = self.profile.is_deterministic(jax.random.fold_in(rng_key, 1))
 
     def _begin(self, guide: AutoTSVGP | AutoMarkovGP, init_params: dict[str, Any] | None) -> None:
@@ -118,7 +121,7 @@ class Search:
             return
         start = self.hyperparameters
         self._minimise_from_several_starts()
-        if self.task.inducing is None and not self.task.over_time:
+        if self.task.inducing is None and self.inducing:
             for _ in range(_MOST_CHOICES):
                 before = self.value
                 if self.task.is_over or not self._choose():
@@ -144,15 +147,19 @@ class Search:
         return few and bool(self.profile.exact) and not self.task.is_over
 
     def _search_with_all_rows(self, start: dict[str, Any]) -> None:
-        """Begin anew with every row as an inducing input, and keep that if it is better by more than nothing.
+        """Begin anew without a sparse approximation, and keep that if it is better by more than nothing.
+
+        That is the dense posterior, or where the model is not for it every row as an inducing input.
 
         A rough function needs many inducing inputs, so that with few of them a smoother one with more noise has the
         higher bound, wherever the search starts.
         """
         best = self.guide, self.profile, self.value, self.enough, self.converged
-        of_data = self.profile.params, self.args, self.kwargs
-        _, priors = priors_at(self.task.model, self.guide, *of_data, self.rng_key)
-        every = {site: place(p.kernel, p.X, self.rng_key, most=self.rows) for site, p in priors.items()}
+        every = None
+        if not self.task.may_be_dense:
+            of_data = self.profile.params, self.args, self.kwargs
+            _, priors = priors_at(self.task.model, self.guide, *of_data, self.rng_key)
+            every = {site: place(p.kernel, p.X, self.rng_key, most=self.rows) for site, p in priors.items()}
         self._begin(self.sparse_guide.with_inducing(every), start)
         found = best[1].unconstrained
         self._minimise_from([{name: found[name] for name in self._locations}, self._alike()])

@@ -10,11 +10,14 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 import numpy as np
+from numpyro import handlers
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIState
 import optax
 
+from numpyro_sgp._internal.programs import interpret
 from numpyro_sgp._internal.signatures import with_num_data
+from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.traces import scaled_log_prob
 from numpyro_sgp.distributions.wrappers import is_real
 from numpyro_sgp.fitting.program import Arguments
@@ -27,7 +30,7 @@ from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
 from numpyro_sgp.posteriors.markov.family import Markov
 from numpyro_sgp.posteriors.markov.guide import AutoMarkovGP
 
-__all__ = ["Task", "effects", "is_over_time"]
+__all__ = ["Task", "effects", "is_dense", "is_over_time"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +48,10 @@ class Task:
         learn_inducing: whether to train them, or None.
         most_inducing: M, or its upper limit.
         number_given: whether M is what the user asked for.
-        most_whole: up to how many rows may all be inducing inputs.
+        most_whole: up to how many rows may be fitted without a sparse approximation.
         deadline: when to end, by `time.perf_counter`.
         over_time: whether the posterior is that of `AutoMarkovGP`, without inducing inputs.
+        may_be_dense: whether that of `AutoTSVGP(model, None)` takes the model.
     """
 
     model: Callable
@@ -63,6 +67,7 @@ class Task:
     most_whole: int
     deadline: float
     over_time: bool = False
+    may_be_dense: bool = False
 
     def args(self, index: np.ndarray) -> tuple:
         """Arguments of the model with some of the rows."""
@@ -90,26 +95,62 @@ def is_over_time(task: Task, index: np.ndarray, rng_key: Array) -> bool:
 
     Then smoothing is exact and cheaper than inducing inputs. It is decided by tracing a step; nothing is computed.
     """
-    args, kwargs = task.args(index), task.keywords(len(index))
-    own = dataclasses.replace(task, over_time=True)
-    given, family = GivenGaussianProcesses(0.0), Markov(num_harmonics=0)  # so that nothing is approximated
-    svi = SVI(task.model, own.guide(None), NaturalGradient(0.5), task.loss)
+    family = Markov(num_harmonics=0)  # so that nothing is approximated
+    return _has_sites_in_rows(dataclasses.replace(task, over_time=True), index, rng_key, family.check_prior)
 
-    def trace(key: Array, args: tuple) -> None:
-        first_run(lambda: task.model(*args, **kwargs), given)
-        for prior in given.priors.values():
-            family.check_prior(prior)
-        if len(given.priors) == 1:
-            svi.update(cast(SVIState, svi.init(key, *args, **kwargs)), *args, **cast(dict[str, Any], kwargs))
+
+def is_dense(task: Task, index: np.ndarray, rng_key: Array) -> bool:
+    """Whether the model has one function at inputs that do not change, of which each row sees its own value.
+
+    Then the dense posterior takes it. It is decided by tracing a step; nothing is computed.
+    """
+    args, kwargs = task.args(index), task.keywords(len(index))
+
+    def run(key: Array, params: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+        given = GivenGaussianProcesses(0.0)
+        model = handlers.substitute(handlers.seed(task.model, key), data=params)
+        trace = first_run(lambda: model(*args, **kwargs), given)
+        declared = {name: site["value"] for name, site in trace.items() if site["type"] == "param"}
+        return declared, [prior.X for prior in given.priors.values()]
+
+    if not _has_sites_in_rows(task, index, rng_key):
+        return False
+    params, _ = jax.eval_shape(lambda key: run(key, {}), rng_key)
+    program = jax.make_jaxpr(lambda *free: run(*free)[1])(rng_key, params).jaxpr
+    moves = interpret(program, [True] * len(program.invars), lambda _: False, lambda _, operands: any(operands))
+    return not any(moves)
+
+
+def _has_sites_in_rows(
+    task: Task, index: np.ndarray, rng_key: Array, check_prior: Callable[[GaussianProcess], None] | None = None
+) -> bool:
+    """Whether the model has one GP site, of one latent, and a guide with a site in each row takes it."""
+    args, kwargs, given = task.args(index), task.keywords(len(index)), GivenGaussianProcesses(0.0)
+    svi = SVI(task.model, task.guide(None), NaturalGradient(0.5), task.loss)
+
+    def trace(key: Array, args: tuple) -> bool:
+        trace = first_run(lambda: task.model(*args, **kwargs), given)
+        if len(given.priors) != 1 or any(trace[site]["fn"].batch_shape for site in given.priors):
+            return False
+        if check_prior is not None:
+            check_prior(next(iter(given.priors.values())))
+        svi.update(cast(SVIState, svi.init(key, *args, **kwargs)), *args, **cast(dict[str, Any], kwargs))
+        return True
 
     try:
         # A warning says that only values could tell whether rows are coupled.
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
-            jax.eval_shape(trace, rng_key, args)
-    except (TypeError, ValueError, UserWarning):  # of `AutoMarkovGP`; those of the model itself come again
+            return _traced(trace, rng_key, args)
+    except (TypeError, ValueError, UserWarning):  # of the guide; those of the model itself come again
         return False
-    return len(given.priors) == 1
+
+
+def _traced(fn: Callable[..., bool], *args: Any) -> bool:
+    """What a function of numbers says when it is traced."""
+    said: list[bool] = []
+    jax.eval_shape(lambda *args: said.append(fn(*args)), *args)
+    return said[0]
 
 
 def effects(task: Task, index: np.ndarray, rng_key: Array) -> Joint:

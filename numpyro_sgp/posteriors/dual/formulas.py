@@ -41,6 +41,7 @@ __all__ = [
     "by_posterior_root",
     "by_sites",
     "curvature",
+    "dense_explained",
     "dense_weights",
     "divergence_of_covariance",
     "dual_dense",
@@ -255,6 +256,12 @@ def dense_weights(lambda1: Array, Lambda2: Array, K: Array) -> DenseWeights:
     alone, scaled = jnp.where(empty, lambda1, 0.0), jnp.where(empty, 0.0, lambda1 / jnp.where(empty, 1.0, root))
     half = solve_lower(L_B, (scaled - root * matvec(K, alone))[..., None])
     return DenseWeights(L_B, L_B_inverse, alone + root * solve_lower_transposed(L_B, half)[..., 0], root)
+
+
+def dense_explained(lambda1: Array, Lambda2: Array, K: Array, Kxf: Array) -> Array:
+    """A with Cov(f) = Kff − AᵀA, L_B⁻¹W½Kxf: (..., N_train, N)."""
+    solved = dense_weights(lambda1, Lambda2, K)
+    return solve_lower(solved.L_B, solved.root[..., :, None] * Kxf)
 
 
 @as_one_program

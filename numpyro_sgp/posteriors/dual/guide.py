@@ -1,200 +1,18 @@
-"""Dual parametrisation (t-SVGP): q(u) = prior × Gaussian sites, where the sites stay fixed while the prior moves."""
+"""The guide of dual posteriors, t-SVGP and t-VGP."""
 
 from collections.abc import Callable, Mapping
 import copy
-import dataclasses
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-import jax
-from jax import Array
-import jax.numpy as jnp
 from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_sgp._internal.probed import value_of
-from numpyro_sgp._internal.pytrees import own_copy
-from numpyro_sgp.distributions.gaussian_process import GaussianProcess
-from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
-from numpyro_sgp.distributions.sparse_regression import RegressionPosterior, started_sites
+from numpyro_sgp.distributions.sparse_regression import RegressionPosterior
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.guides.members import Joint
-from numpyro_sgp.inducing import AbstractInducing
-from numpyro_sgp.kernels.functional import same_rows
-from numpyro_sgp.math.linalg import solve_lower, with_jitter
-from numpyro_sgp.math.products import matmul, matvec
-from numpyro_sgp.posteriors.dual.formulas import dual_dense, dual_per_datum, natural_mean_and_root
-from numpyro_sgp.posteriors.dual.tied import shared_covariance, tied, tied_mean_and_root
-from numpyro_sgp.posteriors.family import (
-    AbstractPosteriorFamily,
-    Inducing,
-    at_prior,
-    check_names,
-    for_site,
-    inducing_param,
-    is_initial,
-    refuse_growing,
-    root_of_prior,
-    started_at,
-)
-from numpyro_sgp.posteriors.gaussian import InducingGaussian
-from numpyro_sgp.posteriors.moments import Moments, joined, perturbed_moments, project, with_past
-from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed, TiedSites
-from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
-from numpyro_sgp.posteriors.process import AbstractProcess, TableProcess, dense_process
+from numpyro_sgp.posteriors.dual.family import Dual, Sites
+from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, Inducing, check_names, for_site, started_at
 
-__all__ = ["AutoTSVGP", "Dual"]
-
-
-def _own_rows(value: DatumSites | Perturbed, prior: GaussianProcess, M: Array) -> Array:
-    """`M`, evaluated at the prior's X in the place of the sites' X: NaN if the two are not the same rows."""
-    sites = value_of(value)
-    if sites.X.shape != prior.X.shape:
-        msg = (
-            f'`sites="per_datum"` holds one site for each of the {sites.X.shape[0]} rows of X given at initialisation; '
-            f"a training step came with X of shape {prior.X.shape}. Give the whole X at every step (subsample inside "
-            'the model with `numpyro.subsample`), or use `sites="tied"` for minibatches.'
-        )
-        raise ValueError(msg)
-    return jnp.where(same_rows(sites.X, prior.X), M, jnp.nan)
-
-
-@dataclasses.dataclass(frozen=True)
-class Dual(AbstractPosteriorFamily):
-    """q(u) ∝ p(u) Π_i t_i(u) with Gaussian sites t_i; starts at the prior.
-
-    Args:
-        inducing: inducing inputs (M, D), an inducing object, or `(kernel, X, rng_key)` to one; None for the dense
-            posterior (t-VGP), which has one site for each row of X.
-        sites: "tied" keeps two sums over the data, (M,) and (M, M); "per_datum" keeps every site, (N,) and (N,).
-        learn_inducing: whether to train the inducing inputs.
-        init_from: the optimum of a regression with the same inducing variables, to start at in place of the prior.
-
-    References:
-        Adam, Chang, Khan and Solin (2021), "Dual parameterization of sparse variational Gaussian processes":
-        section 3 (t-VGP), section 4 (t-SVGP).
-    """
-
-    inducing: Inducing | None
-    sites: Literal["tied", "per_datum"] = "tied"
-    learn_inducing: bool = False
-    init_from: RegressionPosterior | None = None
-
-    def __post_init__(self) -> None:
-        if self.sites not in ("tied", "per_datum"):
-            msg = f"`sites` must be 'tied' or 'per_datum', got {self.sites!r}. The default is 'tied'."
-            raise ValueError(msg)
-
-    @property
-    def couples_rows(self) -> bool:
-        return self.joins is not None
-
-    @property
-    def joins(self) -> str | None:
-        tied = self.inducing is not None and self.sites == "tied"
-        return "projected" if tied and self.init_from is None else None
-
-    def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
-        if self.inducing is None:
-            return self._dense(param, prior, batch_shape)
-        inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
-        refuse_growing(inducing, "the sites of `AutoTSVGP`")
-        if self.sites == "per_datum":
-            return self._per_datum(param, prior, batch_shape, inducing)
-        return self._tied(param, prior, batch_shape, inducing)
-
-    def gaussian(
-        self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]
-    ) -> InducingGaussian | None:
-        if self.inducing is None:
-            return None
-        inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
-        sites = value_of(self._sites(param, prior, batch_shape, inducing))
-        kernel, jitter = prior.kernel, prior.relative_jitter
-        if isinstance(sites, DatumSites):
-            L = root_of_prior(inducing, prior)
-            A = solve_lower(L, inducing.Kuf(kernel, sites.fixed_X))
-            Lambda2 = matmul(A * sites.Lambda2[..., None, :], jnp.swapaxes(A, -1, -2))
-            return InducingGaussian(inducing, L, *natural_mean_and_root(matvec(A, sites.lambda1), Lambda2))
-        Kuv = None if sites.reference is None else shared_covariance(inducing, sites.reference, kernel, jitter)
-        Kuu = with_jitter(inducing.Kuu(kernel), jitter)
-        return InducingGaussian(inducing, *tied_mean_and_root(sites.lambda1, sites.Lambda2, Kuu, Kuv))
-
-    def updated(self, fitted: FittedParameters, q: SparsePosterior, linear: Array, precision: Array) -> dict[str, Any]:
-        sites, prior = fitted("sites"), q.prior
-        if isinstance(sites, DatumSites):
-            return {"sites": sites.extended(linear, precision, prior.X)}
-        inducing, kernel, jitter = fitted("inducing"), prior.kernel, prior.relative_jitter
-        Kuv = None if sites.reference is None else shared_covariance(inducing, sites.reference, kernel, jitter)
-        Kuu, Kuf = with_jitter(inducing.Kuu(kernel), jitter), inducing.Kuf(kernel, prior.X)
-        found = tied(sites.lambda1, sites.Lambda2, Kuu, Kuf, kernel(prior.X), Kuv)
-        if sites.reference is not None:
-            lambda1, Lambda2 = found.projected_sites()
-            sites = TiedSites(lambda1, Lambda2, own_copy(inducing))
-        return {"sites": sites.with_rows(found.projections(), linear, precision)}
-
-    def process(self, fitted: FittedParameters, q: SparsePosterior) -> AbstractProcess | TableProcess | None:
-        return dense_process(fitted("sites"), q) if self.inducing is None else super().process(fitted, q)
-
-    def _sites(
-        self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: AbstractInducing
-    ) -> Any:
-        if self.sites == "per_datum":
-            zeros, basis = DatumSites.zeros(batch_shape, prior.X), "datum"
-        else:
-            # In buffers of its own: a state that has one twice cannot be donated.
-            reference = own_copy(inducing) if self.learn_inducing else None
-            zeros = TiedSites.zeros(batch_shape, inducing.num_inducing, prior.X.dtype, reference)
-            basis = "projection"
-        return param("sites", started_sites(zeros, self.init_from, basis, inducing, prior.X))
-
-    def _tied(
-        self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: AbstractInducing
-    ) -> Moments:
-        value = self._sites(param, prior, batch_shape, inducing)
-        if self.init_from is None and is_initial(param, "sites"):
-            return at_prior(prior.kernel, prior.X)
-        sites = value_of(value)
-        kernel, jitter, Kuv = prior.kernel, prior.relative_jitter, None
-        if sites.reference is not None:
-            Kuv = shared_covariance(inducing, sites.reference, kernel, jitter)
-        Kuu, Kuf, kff = with_jitter(inducing.Kuu(kernel), jitter), inducing.Kuf(kernel, prior.X), kernel(prior.X)
-        past, num_rows = sites.past, Kuf.shape[-1]
-        if past is not None:
-            columns = past.columns()
-            Kuc = matmul(Kuu, columns)
-            Kuf, kff = joined(Kuf, Kuc), joined(kff, jnp.sum(columns * Kuc, axis=-2))
-        q = tied(sites.lambda1, sites.Lambda2, Kuu, Kuf, kff, Kuv)
-        found = q.moments
-        if isinstance(value, Perturbed):
-            fixed = jax.lax.stop_gradient(q)
-            if value.zero.transported is not None:
-                lambda1, Lambda2 = fixed.projected_sites()
-                sites = TiedSites(lambda1, Lambda2, inducing)
-            found = perturbed_moments(value, fixed.projections(), found, sites)
-        return found if past is None else with_past(found, q.moments, num_rows)
-
-    def _per_datum(
-        self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: AbstractInducing
-    ) -> Moments:
-        value = self._sites(param, prior, batch_shape, inducing)
-        kernel, jitter = prior.kernel, prior.relative_jitter
-        L, _, A, kff = project(inducing, kernel, prior.X, jitter)
-        if isinstance(value, Perturbed):
-            sites = value_of(value)
-            q = dual_per_datum(sites.lambda1, sites.Lambda2, _own_rows(value, prior, A), A, kff)
-            return perturbed_moments(value, None, q)
-        A_sites = solve_lower(L, inducing.Kuf(kernel, value.fixed_X))
-        return dual_per_datum(value.lambda1, value.Lambda2, A_sites, A, kff)
-
-    def _dense(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
-        zeros = DatumSites.zeros(batch_shape, prior.X)
-        value = param("sites", started_sites(zeros, self.init_from, "datum", None, prior.X))
-        kernel, kff = prior.kernel, prior.kernel(prior.X)
-        if isinstance(value, Perturbed):
-            sites = value_of(value)
-            K = _own_rows(value, prior, kernel(prior.X, prior.X))
-            return perturbed_moments(value, None, dual_dense(sites.lambda1, sites.Lambda2, K, K, kff))
-        K, Kxf = kernel(value.fixed_X, value.fixed_X), kernel(value.fixed_X, prior.X)
-        return dual_dense(value.lambda1, value.Lambda2, K, Kxf, kff)
+__all__ = ["AutoTSVGP"]
 
 
 class AutoTSVGP(AbstractAutoSparseGP):
@@ -231,7 +49,7 @@ class AutoTSVGP(AbstractAutoSparseGP):
         model: Callable,
         inducing: Inducing | Mapping[str, Inducing | None] | None,
         *,
-        sites: Literal["tied", "per_datum"] = "tied",
+        sites: Sites = "tied",
         base: Any = AutoNormal,
         learn_inducing: bool = False,
         init_from: RegressionPosterior | Mapping[str, RegressionPosterior] | None = None,
@@ -255,7 +73,7 @@ class AutoTSVGP(AbstractAutoSparseGP):
         """The same guide with other inducing inputs; it keeps its base guide, with what that has found in the model.
 
         Args:
-            inducing: inducing inputs (M, D), an inducing object, or a dict of them by site.
+            inducing: inducing inputs (M, D), an inducing object, or a dict of them by site; None for none.
             learn_inducing: whether to train them.
         """
         guide = copy.copy(self)

@@ -32,7 +32,7 @@ from numpyro_sgp.posteriors.joint.predictors import (
     perturbed_covariance,
     shared_effect,
 )
-from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, whiten
+from numpyro_sgp.posteriors.moments import AbstractCovariance, AbstractDenseCovariance, whiten
 from numpyro_sgp.posteriors.natural_parameters import JointSites, Perturbed, RowSites, perturb_kl, perturb_marginals
 
 __all__ = ["AbstractRows", "GivenSeveral", "JointByRows", "JointCovariance", "markers"]
@@ -76,7 +76,7 @@ class AbstractRows(ABC):
         """What sites say in all rows, in the order of the process: λ₁, (1 + P, N), and p, (N,)."""
 
     @abstractmethod
-    def covariance(self, lambda1: Array, precision: Array) -> AbstractDenseCovariance:
+    def covariance(self, lambda1: Array, precision: Array) -> AbstractCovariance:
         """The covariance between the rows that are asked for."""
 
 
@@ -100,15 +100,17 @@ class JointCovariance(AbstractDenseCovariance):
         T: a root of the other term, (P, N).
     """
 
-    given_latents: AbstractDenseCovariance
+    given_latents: AbstractCovariance
     T: Array
 
     def given_inducing(self, Kff: Array) -> Array:
         return self.given_latents.given_inducing(Kff) + matmul(self.T.T, self.T)
 
-    def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
+    def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array | None:
         of_w, of_f = jax.random.split(rng_key)
         rest = self.given_latents.draw_deviations(of_f, shape)
+        if rest is None:
+            return None
         noise = jax.random.normal(of_w, (*shape[:-1], self.T.shape[0]), self.T.dtype)
         return rest + matmul(noise, self.T)
 

@@ -1,0 +1,137 @@
+"""The dense posterior: one Gaussian site for each row of X, and no inducing inputs (t-VGP)."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+
+from numpyro_sgp._internal.probed import value_of
+from numpyro_sgp.distributions.gaussian_process import GaussianProcess
+from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
+from numpyro_sgp.distributions.sparse_regression import RegressionPosterior, started_sites
+from numpyro_sgp.kernels.functional import same_rows
+from numpyro_sgp.posteriors.dual.formulas import dense_explained, dual_dense
+from numpyro_sgp.posteriors.family import AbstractRowFamily
+from numpyro_sgp.posteriors.joint.by_rows import AbstractRows, GivenSeveral
+from numpyro_sgp.posteriors.moments import Moments, Roots, perturbed_moments
+from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed, RowSites
+from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
+from numpyro_sgp.posteriors.process import AbstractProcess, dense_process
+
+__all__ = ["Dense", "at_own_rows"]
+
+
+def at_own_rows(sites: DatumSites, prior: GaussianProcess, M: Array) -> Array:
+    """`M`, evaluated at the prior's X in the place of the sites' X: NaN if the two are not the same rows.
+
+    Raises:
+        ValueError: another number of rows.
+    """
+    _check_number(sites, prior)
+    return jnp.where(same_rows(sites.X, prior.X), M, jnp.nan)
+
+
+def _check_number(sites: Any, prior: GaussianProcess) -> None:
+    if sites.X.shape != prior.X.shape:
+        msg = (
+            f'`sites="per_datum"` holds one site for each of the {sites.X.shape[0]} rows of X given at initialisation; '
+            f"a training step came with X of shape {prior.X.shape}. Give the whole X at every step (subsample inside "
+            'the model with `numpyro.subsample`), or use `sites="tied"` for minibatches.'
+        )
+        raise ValueError(msg)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DenseRows(AbstractRows):
+    """A process at the rows X of its sites, and at new rows after them.
+
+    Attributes:
+        kernel: its kernel.
+        X: the rows of the sites.
+        new: the rows that are asked for; None in training, where these are X.
+        order: 0 … N − 1, of all rows.
+        rows: which of them are asked for.
+    """
+
+    kernel: Callable
+    X: Any
+    new: Any
+    order: Array
+    rows: Array
+
+    def given_several(self, lambda1: Array, precision: Array) -> GivenSeveral:
+        N, kernel, X = self.X.shape[-2], self.kernel, self.X
+        lambda1, precision = lambda1[:, :N], precision[:N]
+        K = Kxf = kernel(X, X)
+        kff = kernel(X)
+        if self.new is not None:
+            Kxf = jnp.concatenate([K, kernel(X, self.new)], axis=-1)
+            kff = jnp.concatenate([kff, kernel(self.new)])
+        # The last row is at λ₁ = 0, whose divergence has log Z in it: −½ Σ w v − KL.
+        several = jnp.concatenate([lambda1, jnp.zeros((1, N), lambda1.dtype)])
+        q = jax.vmap(dual_dense, (0, None, None, None, None))(several, precision, K, Kxf, kff)
+        mean, variance = q.mean[:-1], q.variance[-1]
+        log_z = -0.5 * precision @ variance[:N] - q.kl[-1]
+        return GivenSeveral(mean, variance, jnp.matmul(lambda1, mean[:, :N].T, precision="highest"), log_z)
+
+    def covariance(self, lambda1: Array, precision: Array) -> Roots:
+        N = self.X.shape[-2]
+        K, Kxf = self.kernel(self.X, self.X), self.kernel(self.X, self.X if self.new is None else self.new)
+        return Roots(dense_explained(lambda1[..., :N], precision[..., :N], K, Kxf), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense(AbstractRowFamily):
+    """q(f) ∝ p(f) Π_n t_n(f_n) with a Gaussian site for each row, by a matrix of all rows; starts at the prior.
+
+    Args:
+        init_from: the optimum of a regression, to start at in place of the prior.
+
+    References:
+        Adam, Chang, Khan and Solin (2021), "Dual parameterization of sparse variational Gaussian processes",
+        section 3.
+    """
+
+    init_from: RegressionPosterior | None = None
+
+    @property
+    def joins(self) -> str | None:
+        return "rows" if self.init_from is None else None
+
+    def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+        zeros = DatumSites.zeros(batch_shape, prior.X)
+        value = param("sites", started_sites(zeros, self.init_from, "datum", None, prior.X))
+        sites, kernel, kff = value_of(value), prior.kernel, prior.kernel(prior.X)
+        if not isinstance(value, Perturbed):
+            K, Kxf = kernel(sites.fixed_X, sites.fixed_X), kernel(sites.fixed_X, prior.X)
+            return dual_dense(sites.lambda1, sites.Lambda2, K, Kxf, kff)
+        K = at_own_rows(sites, prior, kernel(prior.X, prior.X))
+        return perturbed_moments(value, None, dual_dense(sites.lambda1, sites.Lambda2, K, K, kff))
+
+    def updated(self, fitted: FittedParameters, q: SparsePosterior, linear: Array, precision: Array) -> dict[str, Any]:
+        return {"sites": fitted("sites").extended(linear, precision, q.prior.X)}
+
+    def process(self, fitted: FittedParameters, q: SparsePosterior) -> AbstractProcess | None:
+        sites = fitted("sites")
+        return dense_process(sites, q) if isinstance(sites, DatumSites) else None
+
+    def check_prior(self, prior: GaussianProcess) -> None:
+        del prior  # any kernel, at any inputs or functionals
+
+    def check_rows(self, prior: GaussianProcess, sites: Any) -> None:
+        _check_number(sites, prior)
+
+    def row_sites(self, num_latents: int, X: Array) -> RowSites:
+        return RowSites.zeros(num_latents, X)
+
+    def in_rows(self, prior: GaussianProcess, sites: DatumSites | RowSites, *, training: bool) -> DenseRows:
+        N = sites.X.shape[-2]
+        if training:
+            self.check_rows(prior, sites)
+            return DenseRows(prior.kernel, prior.X, None, jnp.arange(N), jnp.arange(N))
+        order = jnp.arange(N + prior.X.shape[-2])
+        return DenseRows(prior.kernel, sites.fixed_X, prior.X, order, order[N:])
