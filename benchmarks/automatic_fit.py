@@ -277,10 +277,12 @@ def main(arguments: argparse.Namespace) -> None:
                     except RuntimeError as error:
                         if library == "numpyro_sgp":
                             raise
-                        print(f"{name} {fold} {error}", flush=True)
-                        continue
+                        found = {"failed": str(error).splitlines()[-1]}
                 run = runs.setdefault(name, {"rows": len(X), "columns": X.shape[1], "binary": binary})
                 run.setdefault(library, {})[str(fold)] = found
+                if "failed" in found:
+                    print(f"{name} {fold} {library}: {found['failed']}", flush=True)
+                    continue
                 text = (
                     f"NLPD {found['nlpd']:.4f}, error {found['error']:.4f}, {found['seconds']:.0f} s, M = {found['M']}"
                 )
