@@ -32,7 +32,27 @@ import numpyro_sgp  # noqa: E402, F401
 # Tracing makes so many objects that looking for garbage as often as Python does takes a twelfth of the tests' time.
 gc.set_threshold(200_000, 20, 100)
 
+from variants import KEPT  # noqa: E402
+
 _ARRAYS_AFTER_IMPORT = len(jax.live_arrays())
+
+
+def pytest_collection_modifyitems(config, items):
+    variants = {}
+    for item in items:
+        file, name = item.path.stem.removeprefix("test_"), item.name.split("[")[0].removeprefix("test_")
+        kept = KEPT.get(file, {}).get(name)
+        if kept is not None:
+            variant = item.callspec.id.replace("\\\\", "\\").encode().decode("unicode_escape")
+            variants.setdefault(file, {}).setdefault(name, set()).add(variant)
+            if variant not in kept:
+                item.add_marker(pytest.mark.exhaustive)
+    if any("::" in arg for arg in config.args):
+        return  # not all variants are here
+    for file, found in variants.items():
+        for name, kept in KEPT[file].items():
+            if not kept <= found.get(name, set()):
+                raise pytest.UsageError(f"tests/variants.py names {sorted(kept)} of {file}, {name}: no such variants.")
 
 
 def pytest_unconfigure():

@@ -1,9 +1,9 @@
-"""Combinations: some of each kind for every run, the rest for those marked thorough."""
+"""Combinations: some of each kind for every run, the rest when all is asked for."""
 
 import pytest
 
 
-def representative(values, kept, *, mark=pytest.mark.thorough):
+def representative(values, kept, *, mark=pytest.mark.exhaustive):
     """Values for `parametrize`, with all that are not among those kept marked."""
     values, kept = list(values), list(kept)
     assert all(value in values for value in kept), f"{kept} are not all among {values}"

@@ -208,6 +208,7 @@ def test_a_sharding_that_does_not_lay_out_rows_is_refused(sharding, error, match
         sgp.fit(make_svi("whitened"), KEY(1), (X, Y), batch_size=BATCH, num_steps=1, sharding=sharding)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_batch_that_the_devices_cannot_share_evenly_is_refused(eight):
     for batch_size, message in zip((12, 81), report(eight)["errors"], strict=True):

@@ -391,6 +391,7 @@ def test_an_intercept_joins_areas():
 # What surrounds a fit.
 
 
+@pytest.mark.thorough
 def test_functionals_are_data_of_fit_in_minibatches():
     svi, result = fitted()
     rows = Stack([POINTS, AREAS])[:]
@@ -419,6 +420,7 @@ def test_functionals_are_arguments_of_jit_and_can_be_pickled(functional):
     assert functional[::2].shape == (len(wanted[::2]), D)
 
 
+@pytest.mark.thorough
 def test_diagnostics_take_functionals():
     svi, result = fitted()
     loo = sgp.diagnostics.loo_cavity(jax.random.key(1), svi, result, AREAS, y)
@@ -447,6 +449,7 @@ def test_inducing_variables_of_their_own_lengthscales_take_functionals():
     assert_allclose(inducing.Kuf(SE, AREAS), inducing.Kuf(SE, NODES) @ SUMS.T, atol=1e-12)
 
 
+@pytest.mark.thorough
 def test_features_take_functionals():
     kernel = sgp.features.HilbertSpace(SE, (6, 6), (-6.0, 6.0))
     guide = sgp.AutoWeightSpaceGP(

@@ -235,6 +235,7 @@ def test_functions_are_differentiated_and_compiled_once():
     assert np.all(np.asarray(other(X_new)) != np.asarray(f(X_new)))
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_float32_draws_are_float32_and_have_the_moments():
     with jax.enable_x64(False):

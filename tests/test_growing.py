@@ -332,6 +332,7 @@ def test_a_growing_run_compiles_once_fills_its_basis_says_so_and_ends_at_the_opt
     assert_allclose(inducing[0], LARGE_X[greedy(K, 0.0 * K, 1)[0][0]])
 
 
+@pytest.mark.thorough
 def test_a_run_of_plain_steps_with_particles_moves_the_inputs_that_are_there():
     model = Model()
     guide = sgp.AutoDecoupledGP(

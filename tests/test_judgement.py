@@ -394,6 +394,7 @@ def test_the_ratio_of_the_best_posterior_is_the_bound_at_every_draw(name):
     assert_allclose(ratios, titsias(y, name), atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_batches_of_rows_have_the_ratios_of_all_rows():
     svi, result = fitted(poisson, sgp.AutoTSVGP(poisson, Z), X, counts, steps=5)
@@ -453,6 +454,7 @@ def test_khat_of_an_exact_posterior_is_zero():
     assert psis_khat(jax.random.key(1), svi, result, X, y) == 0.0
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_cavities_of_a_datum_that_no_hyperparameter_moves():
     def model(X, y=None):

@@ -197,6 +197,7 @@ def test_gradients_hold_where_one_form_of_the_noise_follows_the_other_and_where_
     assert_allclose(jax.grad(log_normaliser, 1)(lengthscale, repeated)[2], slope, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_several_functions_with_hyperparameters_of_their_own():
     def several(t, y=None):
         kernel = Matern32(jnp.asarray([[0.5], [2.0]]), jnp.asarray([1.0, 0.3]))

@@ -362,6 +362,7 @@ def type_two(X, y=None):
         numpyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 @two_guides
 def test_parameters_of_the_model_are_trained_as_hyperparameters(name):
@@ -407,6 +408,7 @@ def test_a_warped_kernel_is_its_base_kernel_at_warped_inputs(name):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 @two_guides
 def test_the_network_of_a_warped_kernel_is_trained(name):
@@ -914,6 +916,7 @@ def test_stable_update_changes_no_number(plain_run):
     assert_allclose(stable.params["lengthscale"], result.params["lengthscale"], rtol=1e-10)
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_a_run_continued_from_its_state_is_the_longer_run(plain_run):
     svi, result = plain_run
@@ -923,6 +926,7 @@ def test_a_run_continued_from_its_state_is_the_longer_run(plain_run):
     assert_allclose(second.params["f_auto_sites"].Lambda2, result.params["f_auto_sites"].Lambda2, rtol=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 def test_updates_one_by_one_and_a_compiled_init_are_the_run(plain_run):
     svi, result = plain_run

@@ -156,6 +156,7 @@ def three_classes(X, y=None):
         numpyro.sample("y", dist.Categorical(logits=f.T), obs=y)
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_the_fixed_point_of_three_classes_is_the_optimum_of_the_same_sampled_bound():
@@ -627,6 +628,7 @@ def test_a_stable_update_reports_a_refused_step_as_nan():
     same(svi.get_params(state), svi.get_params(start))
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_stable_run_is_the_run_where_nothing_is_refused():

@@ -43,6 +43,7 @@ def fit():
         return svi, svi.run(jax.random.key(0), 30, X, y, progress_bar=False)
 
 
+@pytest.mark.thorough
 def test_bands_are_the_quantiles_in_the_order_of_the_inputs(fit):
     svi, result = fit
     q = svi.guide.posterior(jax.random.key(1), result.params, X)["f"]

@@ -368,6 +368,7 @@ def test_an_autoguide_of_the_user_predicts_outcomes_by_the_likelihood_in_a_fresh
         assert np.all(np.abs(np.log(draws["noise"]) - params["noise_auto_loc"]) < 5 * params["noise_auto_scale"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", representative(["tied", "dense"], ["tied"]))
 def test_a_pickled_guide_predicts_the_same_after_a_run(name):
     guide = GUIDES[name](continuous, Z)

@@ -84,6 +84,7 @@ def tolerances(dtype, problem):
     return relative * size * np.sqrt(problem["variance"]), relative * problem["variance"]
 
 
+@pytest.mark.thorough
 @any_problem
 @bounded
 def test_kernels_are_positive_semi_definite_and_agree_with_their_diagonal(seed, shape, dtype, lengthscale, variance):

@@ -71,6 +71,7 @@ def test_the_trained_mean_is_the_ridge_solution(trained):
     assert np.all(np.isfinite(result.losses))
 
 
+@pytest.mark.thorough
 def test_what_is_tracked_is_its_recomputation_after_ten_thousand_steps(trained):
     _, result = trained
     inner = result.state.optim_state[1]
@@ -96,6 +97,7 @@ def test_a_step_touches_the_sampled_rows_only_and_is_adagrad_with_their_gradient
     assert_allclose(np.abs((after - before)[moved]), 0.1 * np.sqrt(squares / sums[1][moved]), rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_update_run_scan_and_fit_with_a_checkpoint_take_the_same_steps(tmp_path):
     svi = svi_of(control=X[:4])
     key, steps = jax.random.key(0), 6

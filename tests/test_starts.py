@@ -65,6 +65,7 @@ def as_an_event(measured, y):
     numpyro.sample("x_obs", dist.StudentT(20.0, x, 0.2).to_event(2), obs=measured[:, None])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [in_a_plate, pytest.param(as_an_event, marks=pytest.mark.thorough)])
 def test_inputs_measured_with_error_start_there_and_are_known_better_after_training(model):
     guide = sgp.AutoTSVGP(model, Z)

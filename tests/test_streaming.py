@@ -105,6 +105,7 @@ def test_a_discount_counts_rows_less_with_every_batch():
     np.testing.assert_allclose(at_new(svi, stream.get_params(state)), sparse_posterior(X, y, Z, weights), atol=1e-8)
 
 
+@pytest.mark.thorough
 def test_a_discount_is_in_the_sites_before_the_steps_and_in_the_age_of_the_memory():
     svi = svi_of(fixed)
     _, state, _ = streamed(svi, (X, y), BATCHES[:2], memory=0, discount=0.6)
@@ -280,6 +281,7 @@ def test_fitted_parameters_go_on_as_the_past():
     np.testing.assert_allclose(at_new(svi, stream.get_params(state)), sparse_posterior(X, y, Z), atol=1e-8)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
     svi = svi_of(learned, others=optax.adam(0.05))
     stream, state, _ = streamed(svi, (X, y), BATCHES[:2], memory=8, move_inducing=True)

@@ -197,6 +197,7 @@ def test_a_joint_posterior_reaches_the_tighter_bound_of_all_its_members(name):
     assert bound < oracles.gaussian_log_density(Y, np.full(N, 2.0 * MEAN), 4.0 * PRIOR.Kff + shared + noise)
 
 
+@pytest.mark.thorough
 def test_a_noise_scale_with_nodes_has_the_gain_at_each_of_them():
     def model(X):
         f = site(X=X)
@@ -249,6 +250,7 @@ def test_it_is_between_the_looser_bound_and_the_evidence(seed):
     assert ends[0] < ends[1] < evidence
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("joint", [False, pytest.param("auto", marks=pytest.mark.thorough)])
 def test_natural_steps_are_the_same_and_gradients_are_those_of_the_value(joint):
     def model(X):
