@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+from jax.typing import ArrayLike
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.guides.members import Joint
+from numpyro_sgp.inducing.points import as_points
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
 from numpyro_sgp.posteriors.markov.family import Markov
 
@@ -64,6 +66,7 @@ class AutoMarkovGP(AbstractAutoSparseGP):
         self,
         model: Callable,
         *,
+        space: ArrayLike | None = None,
         num_harmonics: int = 8,
         parallel: bool | None = None,
         base: Any = AutoNormal,
@@ -73,7 +76,12 @@ class AutoMarkovGP(AbstractAutoSparseGP):
         if num_harmonics < 1:
             msg = f"`num_harmonics` must be at least 1, got {num_harmonics}. The default is 8."
             raise ValueError(msg)
-        self._markov = Markov(num_harmonics, parallel)
+        if space is not None:
+            space = as_points(space, "space")
+            if parallel:
+                msg = "`parallel=True` is for functions of time alone, and there is `space`. Leave `parallel` out."
+                raise ValueError(msg)
+        self._markov = Markov(num_harmonics, parallel, space)
         super().__init__(model, base=base, prefix=prefix, joint=joint)
 
     def family(self, site: str) -> AbstractPosteriorFamily:
