@@ -4,6 +4,7 @@ from collections.abc import Callable
 import dataclasses
 from typing import Any
 
+import jax
 from jax import Array
 import jax.numpy as jnp
 

@@ -7,6 +7,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 from jax.typing import ArrayLike
+import numpy as np
 
 from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp._internal.pytrees import own_copy
@@ -69,8 +70,8 @@ class Markov(AbstractRowFamily):
         if isinstance(prior.X, AbstractFunctional) or prior.X.ndim != 2 or prior.X.shape[-1] != 1:
             got = type(prior.X).__name__ if isinstance(prior.X, AbstractFunctional) else f"shape {prior.X.shape}"
             msg = (
-                f"`AutoMarkovGP` needs `X` to be times, (N, 1), got {got}. Give the places `space` for a function of time "
-                "and place; `AutoTSVGP` takes any inputs."
+                f"`AutoMarkovGP` needs `X` to be times, (N, 1), got {got}. Give the places `space` for a function of "
+                "time and place; `AutoTSVGP` takes any inputs."
             )
             raise ValueError(msg)
         state_space_of(prior.kernel, prior.X.dtype, self.num_harmonics)  # raises for other kernels
@@ -84,7 +85,7 @@ class Markov(AbstractRowFamily):
 
     def _separated(self, prior: GaussianProcess, dtype: jax.typing.DTypeLike) -> Separated:
         """The kernel by products of time and place."""
-        X, shape = prior.X, jnp.shape(self.space)
+        X, shape = prior.X, np.shape(self.space)
         if isinstance(X, AbstractFunctional) or X.ndim != 2 or len(shape) != 2 or X.shape[-1] != shape[-1] + 1:
             got = type(X).__name__ if isinstance(X, AbstractFunctional) else f"shape {X.shape}"
             msg = (

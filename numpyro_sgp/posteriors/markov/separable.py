@@ -72,8 +72,8 @@ def separated(kernel: Callable, D: int, dtype: jax.typing.DTypeLike, num_harmoni
             continue
         return Separated(column, tuple(terms))
     msg = (
-        f"`space` needs a kernel that is a product of one of time, which has a state-space form, and one of place, or a "
-        f"sum of such products; got {_named(kernel)} of {D} columns{reason}. Write it as "
+        "`space` needs a kernel that is a product of one of time, which has a state-space form, and one of place, or a "
+        f"sum of such products; got {_named(kernel, D)} of {D} columns{reason}. Write it as "
         "`Select(Matern32(...), [0]) * Select(SquaredExponential(...), [1, 2])`; `AutoTSVGP` takes any kernel."
     )
     raise TypeError(msg)
@@ -85,7 +85,8 @@ def _columns(kernel: Callable, D: int) -> set[int]:
         case Constant():
             return set()
         case Select():
-            return set(kernel.columns_of(D))
+            columns = kernel.columns_of(D)
+            return {columns[inner] for inner in _columns(kernel.kernel, len(columns))}
         case Sum() | Product():
             return _columns(kernel.left, D) | _columns(kernel.right, D)
     return set(range(D))
@@ -104,7 +105,7 @@ def _terms(kernel: Callable, column: int, D: int) -> list[tuple[Callable, Callab
         case Product():
             pairs = ((a, b) for a in _terms(kernel.left, column, D) for b in _terms(kernel.right, column, D))
             return [(Product(t, t2), _times(s, s2)) for (t, s), (t2, s2) in pairs]
-    msg = f"{_named(kernel)} looks at column {column} together with others"
+    msg = f"{_named(kernel, D)} looks at column {column} together with others"
     raise TypeError(msg)
 
 
@@ -118,23 +119,23 @@ def _of_time(kernel: Callable, D: int) -> Callable:
     """A kernel that looks at one of D columns, as a kernel of one column."""
     match kernel:
         case Select():
-            columns = kernel.columns_of(D)
-            if len(columns) > 1:
-                msg = f"{_named(kernel)} has the time in {len(columns)} columns"
-                raise TypeError(msg)
-            return _of_time(kernel.kernel, 1)
+            return _of_time(kernel.kernel, len(kernel.columns_of(D)))
         case Sum() | Product():
             return type(kernel)(_of_time(kernel.left, D), _of_time(kernel.right, D))
+    if D > 1 and not isinstance(kernel, Constant):
+        msg = f"{_named(kernel, D)} has the time in {D} columns"
+        raise TypeError(msg)
     return kernel
 
 
-def _named(kernel: Callable) -> str:
+def _named(kernel: Callable, D: int) -> str:
     match kernel:
         case Sum():
-            return f"{_named(kernel.left)} + {_named(kernel.right)}"
+            return f"{_named(kernel.left, D)} + {_named(kernel.right, D)}"
         case Product():
-            sides = (f"({_named(each)})" if isinstance(each, Sum) else _named(each) for each in (kernel.left, kernel.right))
-            return " * ".join(sides)
+            sides = kernel.left, kernel.right
+            return " * ".join(f"({_named(each, D)})" if isinstance(each, Sum) else _named(each, D) for each in sides)
         case Select():
-            return f"Select({_named(kernel.kernel)}, {kernel.dims})"
+            columns = kernel.columns_of(D)
+            return f"Select({_named(kernel.kernel, len(columns))}, {list(columns)})"
     return getattr(kernel, "__name__", type(kernel).__name__)

@@ -10,6 +10,7 @@ from jax import Array
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.inducing import InducingPoints
 from numpyro_sgp.math.linalg import cholesky
 from numpyro_sgp.math.products import matvec
@@ -29,6 +30,11 @@ __all__ = ["SpaceTimeCovariance", "SpaceTimeline"]
 
 # How many rows are smoothed at once for columns of a covariance, which share the covariance of the state.
 _COLUMNS = 32
+
+
+@as_one_program
+def _smoothed(terms: tuple[SpaceTimeTerm, ...], interval: Array, lambda1: Array, precision: Array) -> Smoothed:
+    return smoothed_in_blocks(terms, interval, lambda1, precision)
 
 
 @jax.tree_util.register_dataclass
@@ -88,7 +94,7 @@ class SpaceTimeline(AbstractTimeline):
         return self.rest
 
     def smoothed(self, lambda1: Array, precision: Array) -> Smoothed:
-        return smoothed_in_blocks(self.terms, self.interval, lambda1, precision)
+        return _smoothed(self.terms, self.interval, lambda1, precision)
 
     def covariance(self, lambda1: Array, precision: Array) -> "SpaceTimeCovariance":
         return SpaceTimeCovariance(self, lambda1, precision)
