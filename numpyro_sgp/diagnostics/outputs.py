@@ -224,10 +224,10 @@ def _draw_process(
     covariance, dtype = q.moments.covariance, q.moments.mean.dtype
     assert covariance is not None
     shape = q.batch_shape + q.event_shape
-    deviations = covariance.draw_deviations(jax.random.fold_in(key_f, batch), shape)
-    if deviations is not None:
-        f = q.mean + deviations
-        return f, log_ratio_dense(params[f"{site}_{guide.prefix}_sites"], q, f)
+    parts = covariance.draw_parts(jax.random.fold_in(key_f, batch), shape)
+    if parts is not None:
+        f = q.mean + parts[0]
+        return f + parts[1], log_ratio_dense(params[f"{site}_{guide.prefix}_sites"], q, f)
     residual = cholesky(q.covariance_given_inducing(q.prior.relative_jitter))
     f = q.mean + matvec(residual, jax.random.normal(jax.random.fold_in(key_f, batch), shape, dtype))
     nan = jnp.full(q.batch_shape, jnp.nan, dtype)
@@ -242,12 +242,17 @@ def _draw_process(
 
 
 def log_ratio_dense(sites: DatumSites, q: SparsePosterior, f: Array) -> Array:
-    """The log ratio log q(f)/p(f) = Σ_n log t_n(f_n) − log Z, with log Z = E_q[Σ_n log t_n(f_n)] − KL."""
+    """The log ratio log q(f)/p(f) = Σ_n log t_n(f_n) − log Z, with log Z = E_q[Σ_n log t_n(f_n)] − KL.
+
+    With f the part that the sites see.
+    """
     if sites.X.shape != q.prior.X.shape:
         return jnp.full(q.batch_shape, jnp.nan, f.dtype)
     centred, m = f - q.prior.prior_mean, q.moments.mean
     linear = sites.lambda1 * (centred - m)
-    quadratic = sites.Lambda2 * (centred * centred - q.variance - m * m)
+    rest = None if q.moments.covariance is None else q.moments.covariance.unexplained(q.kernel(q.prior.X))
+    variance = q.variance if rest is None else q.variance - rest
+    quadratic = sites.Lambda2 * (centred * centred - variance - m * m)
     ratio = jnp.sum(linear - 0.5 * quadratic, axis=-1) + q.kl
     return jnp.where(same_rows(sites.X, q.prior.X), ratio, jnp.nan)
 

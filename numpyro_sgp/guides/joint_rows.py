@@ -4,6 +4,7 @@ from collections.abc import Callable
 import dataclasses
 from typing import Any
 
+import jax
 from jax import Array
 import jax.numpy as jnp
 
@@ -19,7 +20,7 @@ from numpyro_sgp.kernels.functional import same_rows
 from numpyro_sgp.math.products import matmul, matvec
 from numpyro_sgp.posteriors.family import AbstractRowFamily, is_initial
 from numpyro_sgp.posteriors.joint.by_rows import JointByRows, JointCovariance, markers
-from numpyro_sgp.posteriors.moments import AbstractCovariance, Moments
+from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, Moments, standard_deviation
 from numpyro_sgp.posteriors.natural_parameters import DatumSites, JointSites, Perturbed
 from numpyro_sgp.posteriors.parameters import FittedParameters
 from numpyro_sgp.posteriors.process import AbstractProcess, TableProcess
@@ -89,7 +90,7 @@ class RowsRun(AbstractJointRun):
         gaussian = self.gaussian
         of_w = matmul(gaussian.S_sqrt.T, gaussian.G)
         mean = gaussian.given(gaussian.mean)
-        variance = gaussian.f[1] + jnp.sum(of_w * of_w, axis=0)
+        variance = gaussian.f[1] + gaussian.rest + jnp.sum(of_w * of_w, axis=0)
         covariance = None if self._training else JointCovariance(self._given_latents(), of_w)
         q = SparsePosterior(prior, Moments(mean, variance, gaussian.kl, covariance), batch_shape)
         q.joint_run = self
@@ -102,22 +103,31 @@ class RowsRun(AbstractJointRun):
         sites, w = value_of(self.gaussian.sites), matvec(self.gaussian.L, self.v)
         return DatumSites(sites.lambda1 - matvec(sites.Lambda2[:, 1:], w), sites.Lambda2[:, 0], sites.X, sites.places)
 
-    def _given_latents(self) -> AbstractCovariance:
+    def _given_latents(self) -> AbstractDenseCovariance:
         assert self._line is not None
         sites = value_of(self.gaussian.sites)
         return self._line.covariance(*self._line.in_order(sites.lambda1, sites.Lambda2[:, 0]))
 
     def draw(self, site: str, q: SparsePosterior, rng_key: Array, *, joint: bool) -> Array:
         del site
-        covariance = self._given_latents() if joint else None
-        given = Moments(self.gaussian.given(self.v), self.gaussian.f[1], q.moments.kl, covariance)
-        self._f = SparsePosterior(q.prior, given, joint=joint).sample(rng_key) - q.prior.prior_mean
-        return self._f + q.prior.prior_mean
+        gaussian = self.gaussian
+        mean = gaussian.given(self.v)
+        if joint:
+            deviation, rest = self._given_latents().draw_parts(rng_key, mean.shape)
+            self._f = mean + deviation
+        else:
+            given = Moments(mean, gaussian.f[1], q.moments.kl, None)
+            self._f = SparsePosterior(q.prior, given, joint=False).sample(rng_key) - q.prior.prior_mean
+            rest = jnp.zeros_like(mean)
+            if self._line is not None and self._line.unexplained is not None:
+                noise = jax.random.normal(jax.random.fold_in(rng_key, 1), mean.shape, mean.dtype)
+                rest = standard_deviation(gaussian.rest) * noise
+        return self._f + rest + q.prior.prior_mean
 
     def log_ratio(self, site: str, batch_shape: tuple[int, ...]) -> Array:
         """The log ratio log q(f, w) − log p(f) − log r(w) at the draw, NaN where that is not at the rows of the sites.
 
-        It is the logarithm of the sites there, less that of their normaliser.
+        With f the part that the sites see. It is the logarithm of the sites there, less that of their normaliser.
         """
         del site, batch_shape
         gaussian = self.gaussian
@@ -132,5 +142,5 @@ class RowsRun(AbstractJointRun):
 
     def given(self, site: str, q: SparsePosterior) -> SparsePosterior:
         f = self._f
-        moments = Moments(f, jnp.zeros_like(f), self.log_ratio(site, q.batch_shape), None)
+        moments = Moments(f, self.gaussian.rest, self.log_ratio(site, q.batch_shape), None)
         return SparsePosterior(q.prior, moments, q.batch_shape, joint=False)

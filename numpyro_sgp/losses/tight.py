@@ -18,7 +18,6 @@ from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import Trace, entry_weights, scaled_log_prob
 from numpyro_sgp.distributions.wrappers import unwrap
 from numpyro_sgp.features.expanded import is_finite_rank
-from numpyro_sgp.posteriors.moments import Roots
 
 __all__ = ["Gaussian", "gain", "gain_of_entries", "gaussian_of", "unexplained"]
 
@@ -64,11 +63,10 @@ def unexplained(q: SparsePosterior) -> Array | None:
 
     Nor is it asked of kernels of finite rank: few features leave nothing unexplained, and millions are not to be added.
     """
-    roots = q.moments.covariance
-    if not isinstance(roots, Roots) or roots.T is None or is_finite_rank(q.prior.kernel):
+    if q.moments.covariance is None or is_finite_rank(q.prior.kernel):
         return None
-    rest = jnp.maximum(q.kernel(q.prior.X) - jnp.sum(roots.A * roots.A, axis=-2), 0.0)
-    return jnp.broadcast_to(rest, q.batch_shape + q.event_shape)
+    rest = q.moments.covariance.unexplained(q.kernel(q.prior.X))
+    return None if rest is None else jnp.broadcast_to(rest, q.batch_shape + q.event_shape)
 
 
 def gain(

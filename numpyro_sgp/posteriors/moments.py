@@ -31,6 +31,7 @@ __all__ = [
     "roots_of",
     "standard_deviation",
     "tangents_like",
+    "variance_given",
     "whiten",
     "with_past",
 ]
@@ -64,14 +65,27 @@ class AbstractCovariance(ABC):
     def deviation(self, noise: Array) -> Array:
         """E[f | u] − E[f] for a draw of u by standard normal numbers, (..., num_noise) to (..., N)."""
 
+    def unexplained(self, kff: Array) -> Array | None:
+        """What u leaves of the prior variances of f, kff, (..., N); None where that is nothing, or not known."""
+        del kff
+        return None
+
     def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array | None:
-        """Joint draws of f − E[f], shape (..., N), if there is a way without a matrix of all rows; else None."""
+        """Joint draws of f − E[f], shape (..., N), if a posterior has a way of its own; else None."""
+        del rng_key, shape
+        return None
+
+    def draw_parts(self, rng_key: Array, shape: tuple[int, ...]) -> tuple[Array, Array] | None:
+        """Joint draws of E[f | u] − E[f] and of f − E[f | u], shape (..., N), if a posterior has a way of its own."""
         del rng_key, shape
         return None
 
 
 class AbstractDenseCovariance(AbstractCovariance):
-    """The covariance of a posterior whose u are the values of f at the training inputs."""
+    """The covariance of a posterior whose u are the values of f at the training inputs.
+
+    Or what its sites see of these: then f has more beside u, and a class says what in `of_inducing` and `draw_parts`.
+    """
 
     @property
     def num_noise(self) -> None:
@@ -85,6 +99,14 @@ class AbstractDenseCovariance(AbstractCovariance):
 
     def deviation(self, noise: Array) -> Array:
         raise NotImplementedError
+
+    @abstractmethod
+    def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
+        """Joint draws of f − E[f], shape (..., N)."""
+
+    def draw_parts(self, rng_key: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
+        deviations = self.draw_deviations(rng_key, shape)
+        return deviations, jnp.zeros_like(deviations)
 
 
 @jax.tree_util.register_dataclass
@@ -112,6 +134,9 @@ class Roots(AbstractCovariance):
 
     def variance_of_inducing(self) -> Array | None:
         return None if self.T is None else jnp.sum(self.T * self.T, axis=-2)
+
+    def unexplained(self, kff: Array) -> Array | None:
+        return None if self.T is None else jnp.maximum(kff - jnp.sum(self.A * self.A, axis=-2), 0.0)
 
     def deviation(self, noise: Array) -> Array:
         assert self.T is not None
@@ -275,12 +300,27 @@ whiten.defjvp(_whiten_jvp, symbolic_zeros=True)
 _CONTRADICTION = 1e-3
 
 
+def _residual(kff: Array, A: Array) -> Array:
+    residual = kff - jnp.sum(A * A, axis=-2)
+    largest = jnp.max(kff, axis=-1, keepdims=True, initial=0.0)
+    return jnp.where(residual < -_CONTRADICTION * largest, jnp.nan, residual)
+
+
+def variance_given(kff: Array, A: Array) -> Array:
+    """What inducing variables leave of prior variances, k_ii − |A_i|², (..., N): not negative, NaN where more than
+    rounding would make it so.
+
+    Args:
+        kff: prior variances, (..., N).
+        A: L⁻¹Kuf, (..., M, N).
+    """
+    return jnp.maximum(_residual(kff, A), 0.0)
+
+
 @as_one_program
 def moments(mean: Array, kff: Array, A: Array, T: Array | None, kl: Array) -> Moments:
     """v_i = (k_ii − |A_i|²) + |T_i|², the bracket kept non-negative against rounding, NaN where it is no rounding."""
-    residual = kff - jnp.sum(A * A, axis=-2)
-    largest = jnp.max(kff, axis=-1, keepdims=True, initial=0.0)
-    residual = jnp.where(residual < -_CONTRADICTION * largest, jnp.nan, residual)
+    residual = _residual(kff, A)
     if T is None:
         # The bracket is all of the variance, and positive: its rounding error is of the order of the machine epsilon.
         variance = jnp.maximum(residual, jnp.finfo(residual.dtype).eps * kff)

@@ -7,16 +7,19 @@ from typing import Any
 import jax
 from jax import Array
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from numpyro_sgp._internal.probed import value_of
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.sparse_regression import RegressionPosterior, started_sites
 from numpyro_sgp.kernels.functional import same_rows
+from numpyro_sgp.math.linalg import cholesky
+from numpyro_sgp.math.products import matmul, matvec
 from numpyro_sgp.posteriors.dual.formulas import dense_explained, dual_dense
 from numpyro_sgp.posteriors.family import AbstractRowFamily
 from numpyro_sgp.posteriors.joint.by_rows import AbstractRows, GivenSeveral
-from numpyro_sgp.posteriors.moments import Moments, Roots, perturbed_moments
+from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, Moments, perturbed_moments
 from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed, RowSites
 from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
 from numpyro_sgp.posteriors.process import AbstractProcess, dense_process
@@ -53,6 +56,7 @@ class DenseRows(AbstractRows):
         kernel: its kernel.
         X: the rows of the sites.
         new: the rows that are asked for; None in training, where these are X.
+        jitter: of covariances that draws are made with, relative.
         order: 0 … N − 1, of all rows.
         rows: which of them are asked for.
     """
@@ -60,6 +64,7 @@ class DenseRows(AbstractRows):
     kernel: Callable
     X: Any
     new: Any
+    jitter: ArrayLike
     order: Array
     rows: Array
 
@@ -76,12 +81,40 @@ class DenseRows(AbstractRows):
         q = jax.vmap(dual_dense, (0, None, None, None, None))(several, precision, K, Kxf, kff)
         mean, variance = q.mean[:-1], q.variance[-1]
         log_z = -0.5 * precision @ variance[:N] - q.kl[-1]
-        return GivenSeveral(mean, variance, jnp.matmul(lambda1, mean[:, :N].T, precision="highest"), log_z)
+        return GivenSeveral(mean, variance, matmul(lambda1, mean[:, :N].T), log_z)
 
-    def covariance(self, lambda1: Array, precision: Array) -> Roots:
-        N = self.X.shape[-2]
-        K, Kxf = self.kernel(self.X, self.X), self.kernel(self.X, self.X if self.new is None else self.new)
-        return Roots(dense_explained(lambda1[..., :N], precision[..., :N], K, Kxf), None)
+    def covariance(self, lambda1: Array, precision: Array) -> "DenseCovariance":
+        N, asked = self.X.shape[-2], self.X if self.new is None else self.new
+        K, Kxf = self.kernel(self.X, self.X), self.kernel(self.X, asked)
+        A = dense_explained(lambda1[..., :N], precision[..., :N], K, Kxf)
+        return DenseCovariance(self.kernel, asked, self.jitter, A)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DenseCovariance(AbstractDenseCovariance):
+    """Cov(f) = Kff − AᵀA between rows.
+
+    Attributes:
+        kernel: of the process.
+        X: the rows.
+        jitter: added to the covariance for draws, relative to the prior variances.
+        A: (N_train, N).
+    """
+
+    kernel: Callable
+    X: Any
+    jitter: ArrayLike
+    A: Array
+
+    def given_inducing(self, Kff: Array) -> Array:
+        return Kff - matmul(self.A.T, self.A)
+
+    def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
+        K, kff = self.kernel(self.X, self.X), self.kernel(self.X)
+        rounding = self.jitter * jnp.mean(kff) * jnp.eye(len(kff), dtype=kff.dtype)
+        L = cholesky(self.given_inducing(K) + rounding)
+        return matvec(L, jax.random.normal(rng_key, shape, kff.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +165,6 @@ class Dense(AbstractRowFamily):
         N = sites.X.shape[-2]
         if training:
             self.check_rows(prior, sites)
-            return DenseRows(prior.kernel, prior.X, None, jnp.arange(N), jnp.arange(N))
+            return DenseRows(prior.kernel, prior.X, None, prior.relative_jitter, jnp.arange(N), jnp.arange(N))
         order = jnp.arange(N + prior.X.shape[-2])
-        return DenseRows(prior.kernel, sites.fixed_X, prior.X, order, order[N:])
+        return DenseRows(prior.kernel, sites.fixed_X, prior.X, prior.relative_jitter, order, order[N:])

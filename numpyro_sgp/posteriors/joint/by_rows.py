@@ -32,7 +32,7 @@ from numpyro_sgp.posteriors.joint.predictors import (
     perturbed_covariance,
     shared_effect,
 )
-from numpyro_sgp.posteriors.moments import AbstractCovariance, AbstractDenseCovariance, whiten
+from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, whiten
 from numpyro_sgp.posteriors.natural_parameters import JointSites, Perturbed, RowSites, perturb_kl, perturb_marginals
 
 __all__ = ["AbstractRows", "GivenSeveral", "JointByRows", "JointCovariance", "markers"]
@@ -43,7 +43,7 @@ class GivenSeveral(NamedTuple):
 
     Attributes:
         mean: R Σ, (1 + P, N).
-        variance: diag(Σ), (N,).
+        variance: diag(Σ), (N,); of the part of f that the sites see.
         products: R Σ Rᵀ, (1 + P, 1 + P).
         log_normaliser: log Z at λ₁ = 0, −½ log|I + K diag(p)|, ().
     """
@@ -71,12 +71,17 @@ class AbstractRows(ABC):
         padded = (jnp.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, missing)]) for value in values)
         return tuple(value[..., self.order] for value in padded)
 
+    @property
+    def unexplained(self) -> Array | None:
+        """What the rows leave of the variances of f where the sites see only a part of it, (N_rows,); else None."""
+        return None
+
     @abstractmethod
     def given_several(self, lambda1: Array, precision: Array) -> GivenSeveral:
         """What sites say in all rows, in the order of the process: λ₁, (1 + P, N), and p, (N,)."""
 
     @abstractmethod
-    def covariance(self, lambda1: Array, precision: Array) -> AbstractCovariance:
+    def covariance(self, lambda1: Array, precision: Array) -> AbstractDenseCovariance:
         """The covariance between the rows that are asked for."""
 
 
@@ -100,17 +105,23 @@ class JointCovariance(AbstractDenseCovariance):
         T: a root of the other term, (P, N).
     """
 
-    given_latents: AbstractCovariance
+    given_latents: AbstractDenseCovariance
     T: Array
 
     def given_inducing(self, Kff: Array) -> Array:
-        return self.given_latents.given_inducing(Kff) + matmul(self.T.T, self.T)
+        K = self.given_latents.given_inducing(Kff)
+        return K + self._of_latents() if self.given_latents.of_inducing() is None else K
 
-    def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array | None:
+    def of_inducing(self) -> Array | None:
+        K = self.given_latents.of_inducing()
+        return None if K is None else K + self._of_latents()
+
+    def _of_latents(self) -> Array:
+        return matmul(self.T.T, self.T)
+
+    def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
         of_w, of_f = jax.random.split(rng_key)
         rest = self.given_latents.draw_deviations(of_f, shape)
-        if rest is None:
-            return None
         noise = jax.random.normal(of_w, (*shape[:-1], self.T.shape[0]), self.T.dtype)
         return rest + matmul(noise, self.T)
 
@@ -126,7 +137,8 @@ class JointByRows(AbstractJointGaussian):
         L: Cholesky factor of B, (P, P).
         mean: E[v], v = L⁻¹w, (P,).
         S_sqrt: a root of its covariance, (P, P).
-        f: mean and variance of f given w = 0 at the rows, (N,).
+        f: mean and variance of f given w = 0 at the rows, (N,), of the part of it that the sites see.
+        rest: the variance of the other part, (N,).
         G: LᵀG, so that E[f | w] = m − (LᵀG)ᵀv, (P, N).
         kl: the divergence.
         log_z: log Z of all sites.
@@ -142,6 +154,7 @@ class JointByRows(AbstractJointGaussian):
     mean: Array
     S_sqrt: Array
     f: tuple[Array, Array]
+    rest: Array
     G: Array
     kl: Array
     log_z: Array
@@ -197,9 +210,11 @@ class JointByRows(AbstractJointGaussian):
         of_rows = jnp.sum(lambda1 * f - 0.5 * p * second) - jnp.sum(C * crossed)
         own = of_w.lambda1 @ w - 0.5 * (w @ matvec(of_w.Lambda2, w) + jnp.sum(T * matmul(of_w.Lambda2, T)))
         f, G = (m[rows], variance[rows]), matmul(L.T, G[:, rows])
+        rest = None if line is None else line.unexplained
+        rest = jnp.zeros_like(f[1]) if rest is None else rest
         none, spans = jnp.zeros(0, offset.dtype), {site: (0, 1, 2)}
         kl = of_rows + own - log_z
-        return cls(value, sites, L, mean, S_sqrt, f, G, kl, log_z, offset, root, none, spans)
+        return cls(value, sites, L, mean, S_sqrt, f, rest, G, kl, log_z, offset, root, none, spans)
 
     @property
     def size(self) -> int:
@@ -214,7 +229,7 @@ class JointByRows(AbstractJointGaussian):
         return self.f[0] - matvec_transposed(self.G, v)
 
     def posterior(self, k: Array, variance: Array, loading: Loading | None = None) -> tuple[Columns, Array]:
-        del variance, loading  # of u that leaves something of f unexplained, and of effects beside w
+        del variance, loading  # `rest` is known, and there are no effects beside w
         a = k[0]
         row = jnp.rint(jax.lax.stop_gradient(k[1] / jnp.where(a == 0.0, 1.0, a))).astype(int)
         A = solve_lower(self.L, k[2:])
@@ -222,7 +237,7 @@ class JointByRows(AbstractJointGaussian):
         d = A - a * self.G[:, row]
         mean = a * self.f[0][row] + matvec_transposed(d, self.mean)
         T = matmul(self.S_sqrt.T, d)
-        variance = a * a * self.f[1][row] + jnp.sum(T * T, axis=0)
+        variance = a * a * (self.f[1] + self.rest)[row] + jnp.sum(T * T, axis=0)
         kl, unperturbed = self.kl, variance
         if isinstance(self.value, Perturbed):
             assert isinstance(self.sites, Perturbed)
@@ -238,12 +253,12 @@ class JointByRows(AbstractJointGaussian):
         return jnp.sum(one.T * other.T, axis=0) + shared_effect(one, other) * self.f[1][one.index]
 
     def unexplained(self, prior: Array, columns: Columns) -> Array:
-        del columns
-        return jnp.zeros_like(prior)
+        del prior
+        return columns.coefficient**2 * self.rest[columns.index]
 
     def covariance(self, one: Columns, other: Columns, prior: ArrayLike, *, perturbed: bool = True) -> Array:
-        del prior  # of f, and so all of it is explained
-        result = self.explained(one, other)
+        del prior  # of f, of which `rest` is what is not explained
+        result = self.explained(one, other) + shared_effect(one, other) * self.rest[one.index]
         return result + self.perturbation_of_covariance(one, other) if perturbed else result
 
     def perturbation_of_covariance(self, one: Columns, other: Columns) -> Array:

@@ -16,6 +16,7 @@ References:
     (2021), "Temporal parallelization of Bayesian smoothers", for the filter as an associative scan.
 """
 
+from collections.abc import Callable
 import dataclasses
 import math
 from typing import Any
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 from numpyro_sgp.math.products import matmul, matvec
 from numpyro_sgp.posteriors.markov.state_space import AbstractStateSpace
 
-__all__ = ["Smoothed", "smoothed", "smoothing_draws"]
+__all__ = ["Smoothed", "smoothed", "smoothing_draws", "two_passes"]
 
 
 @jax.tree_util.register_dataclass
@@ -138,17 +139,17 @@ def _first_axis(x: Array, axis: int) -> Array:
     return jnp.moveaxis(x, axis, 0)
 
 
-def _chunks(interval: Array, *sites: Array) -> tuple[Array, ...]:
-    """Intervals and sites in rows of √N, (√N, √N) and (√N, √N, ...): times without a site are added at the end."""
-    N = interval.shape[0]
-    size = math.isqrt(max(N - 1, 0)) + 1
-    num = -(-N // size)
+def _chunks(*rows: Array) -> tuple[Array, ...]:
+    """Arrays with K rows as (√K, √K, ...): rows of zeros are added at the end."""
+    K = rows[0].shape[0]
+    size = math.isqrt(max(K - 1, 0)) + 1
+    num = -(-K // size)
 
     def split(x: Array) -> Array:
-        x = jnp.pad(x, [(0, num * size - N)] + [(0, 0)] * (x.ndim - 1))
+        x = jnp.pad(x, [(0, num * size - K)] + [(0, 0)] * (x.ndim - 1))
         return x.reshape(num, size, *x.shape[1:])
 
-    return tuple(split(x) for x in (interval, *(_first_axis(site, -1) for site in sites)))
+    return tuple(split(x) for x in rows)
 
 
 def smoothed(
@@ -187,39 +188,70 @@ def smoothed(
             )
             raise ValueError(msg)
         return _smoothed_in_parallel(model, h, m, P, interval, lambda1, w)
-    blocks = _chunks(interval, lambda1, w)
+    sites = (_first_axis(site, -1) for site in (lambda1, w))
 
-    def steps(interval: Array) -> tuple[Array, Array]:
+    def steps(block: tuple) -> tuple:
+        interval, *sites = block
         A, Q = model.transition(interval), model.noise(interval)
         A, Q = (jnp.broadcast_to(each, (*of_covariance, *each.shape[-3:])) for each in (A, Q))
-        return _first_axis(A, -3), _first_axis(Q, -3)
+        return _first_axis(A, -3), _first_axis(Q, -3), *sites
 
-    def filtered(state: tuple[Array, Array], block: tuple, kept: int) -> tuple[tuple[Array, Array], Any]:
-        """What `_forward` says of each time of a block, its first part or its second."""
+    found, log_z = two_passes(
+        (m, P),
+        (interval, *sites),
+        lambda state, known: _forward(state, known, h),
+        lambda state, update: _backward(state, update, h),
+        steps,
+    )
+    mean, variance = (jnp.moveaxis(x, 0, -1) for x in found)
+    return Smoothed(mean, variance, log_z)
 
-        def step(state: tuple[Array, Array], known: tuple) -> tuple[tuple[Array, Array], Any]:
-            state, found = _forward(state, known, h)
+
+def two_passes(
+    start: tuple[Array, Array],
+    rows: tuple[Array, ...],
+    forward: Callable[[tuple, tuple], tuple[tuple, tuple]],
+    backward: Callable[[tuple, Any], tuple[tuple, Any]],
+    steps: Callable[[tuple], tuple] = lambda block: block,
+) -> tuple[Any, Array]:
+    """A filter forwards and a smoother backwards, which keep the states at every √K-th of K rows.
+
+    Args:
+        start: the first state, of which one of zeros has the shape of what the smoother starts with.
+        rows: arrays with K rows in front. Rows of zeros, which are added at the end, must say nothing.
+        forward: from a state and a row to the next state, and what is kept for the smoother with the row's log Z.
+        backward: from a state of the smoother and what was kept to its next state, and what it finds.
+        steps: what `forward` gets of some rows at once.
+
+    Returns:
+        What the smoother finds, with the rows in front, and the sum of log Z.
+    """
+    K = rows[0].shape[0]
+
+    def filtered(state: tuple, block: tuple, kept: int) -> tuple[tuple, Any]:
+        """What `forward` says of each row of a block, its first part or its second."""
+
+        def step(state: tuple, known: tuple) -> tuple[tuple, Any]:
+            state, found = forward(state, known)
             return state, found[kept]
 
-        interval, lambda1, w = block
-        return lax.scan(step, state, (*steps(interval), lambda1, w))
+        return lax.scan(step, state, steps(block))
 
     @jax.checkpoint
-    def forwards(state: tuple[Array, Array], block: tuple) -> tuple[tuple[Array, Array], tuple]:
+    def forwards(state: tuple, block: tuple) -> tuple[tuple, tuple]:
         after, log_z = filtered(state, block, 1)
         return after, (state, jnp.sum(log_z, axis=0))
 
     @jax.checkpoint
-    def backwards(state: tuple[Array, Array], known: tuple) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    def backwards(state: tuple, known: tuple) -> tuple[tuple, Any]:
         start, block = known
         _, updates = filtered(start, block, 0)
-        return lax.scan(lambda state, update: _backward(state, update, h), state, updates, reverse=True)
+        return lax.scan(backward, state, updates, reverse=True)
 
-    _, (starts, log_z) = lax.scan(forwards, (m, P), blocks)
-    _, found = lax.scan(backwards, (jnp.zeros_like(m), jnp.zeros_like(P)), (starts, blocks), reverse=True)
-    N = interval.shape[0]
-    mean, variance = (jnp.moveaxis(x.reshape(-1, *x.shape[2:])[:N], 0, -1) for x in found)
-    return Smoothed(mean, variance, jnp.sum(log_z, axis=0))
+    blocks = _chunks(*rows)
+    _, (starts, log_z) = lax.scan(forwards, start, blocks)
+    _, found = lax.scan(backwards, jax.tree.map(jnp.zeros_like, start), (starts, blocks), reverse=True)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:K], found), jnp.sum(log_z, axis=0)
 
 
 def _smoothed_in_parallel(

@@ -1,12 +1,14 @@
-"""The guide for functions of time."""
+"""The guide for functions of time, and of time and place."""
 
 from collections.abc import Callable
 from typing import Any
 
+from jax.typing import ArrayLike
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.guides.members import Joint
+from numpyro_sgp.inducing.points import as_points
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
 from numpyro_sgp.posteriors.markov.family import Markov
 
@@ -24,11 +26,19 @@ class AutoMarkovGP(AbstractAutoSparseGP):
     Inputs are times in any order, (N, 1); the same time may come more than once. A row that is masked, or a time at
     which predictions are wanted, costs as much as any other. Give all rows at every step.
 
+    With `space=Z` f is a function of time and place, and its kernel the product of one of time and one of place,
+    `Select(Matern32(...), [0]) * Select(SquaredExponential(...), [1, 2])`, or a sum of such products. The time is the
+    first column in which all of these have a state-space form. The inducing variables are processes of time, the values
+    of f at M places Z: q(f) is that of `AutoTSVGP` with `sites="per_datum"` and inducing inputs at all pairs of times
+    and places, and exact where Z has all places of the data. A step costs N (d M)² operations.
+
     Args:
-        model: a NumPyro model with `GaussianProcess` sites of one input.
+        model: a NumPyro model with `GaussianProcess` sites of one input, or with `space` of several.
+        space: places Z, (M, D − 1), in the columns of X without the time; they are not trained. None for functions of
+            time.
         num_harmonics: how many waves stand for a `Periodic` kernel; more for one whose `lengthscale` is below 0.5.
         parallel: run over time by associative scans, in log N rounds, with all states in memory. They need float64.
-            None takes them where the default backend is an accelerator and the inputs are float64.
+            None takes them where the default backend is an accelerator and the inputs are float64, without `space`.
         base: guide for the other latents: an autoguide class, or a guide. A class starts a latent at what was observed
             of it, if it is the location of an outcome, and near its prior median otherwise.
         joint: which other latents have one joint Gaussian with a GP site: "auto" for all that meet it in a term of the
@@ -38,8 +48,9 @@ class AutoMarkovGP(AbstractAutoSparseGP):
         prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
 
     Raises:
-        TypeError: a kernel without a state-space form.
-        ValueError: inputs that are no times; `num_harmonics` below 1.
+        TypeError: a kernel without a state-space form, or, with `space`, that is no sum of such products.
+        ValueError: inputs that are no times, or of another width than `space`; `num_harmonics` below 1; `parallel` with
+            `space`.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
@@ -57,13 +68,15 @@ class AutoMarkovGP(AbstractAutoSparseGP):
         ((1000,), (1000,))
 
     References:
-        Chang, Wilkinson, Khan and Solin (2020), "Fast variational learning in state-space Gaussian process models".
+        Chang, Wilkinson, Khan and Solin (2020), "Fast variational learning in state-space Gaussian process models";
+        Hamelijnck, Wilkinson, Loppi, Solin and Damoulas (2021), "Spatio-temporal variational Gaussian processes".
     """
 
     def __init__(
         self,
         model: Callable,
         *,
+        space: ArrayLike | None = None,
         num_harmonics: int = 8,
         parallel: bool | None = None,
         base: Any = AutoNormal,
@@ -73,7 +86,12 @@ class AutoMarkovGP(AbstractAutoSparseGP):
         if num_harmonics < 1:
             msg = f"`num_harmonics` must be at least 1, got {num_harmonics}. The default is 8."
             raise ValueError(msg)
-        self._markov = Markov(num_harmonics, parallel)
+        if space is not None:
+            space = as_points(space, "space")
+            if parallel:
+                msg = "`parallel=True` is for functions of time alone, and there is `space`. Leave `parallel` out."
+                raise ValueError(msg)
+        self._markov = Markov(num_harmonics, parallel, space)
         super().__init__(model, base=base, prefix=prefix, joint=joint)
 
     def family(self, site: str) -> AbstractPosteriorFamily:

@@ -1,5 +1,6 @@
 """A process at the times of its sites and of the rows that are asked for, and what its smoother says of these."""
 
+from abc import abstractmethod
 import dataclasses
 import math
 
@@ -14,12 +15,44 @@ from numpyro_sgp.posteriors.markov.formulas import Smoothed, smoothed, smoothing
 from numpyro_sgp.posteriors.markov.state_space import AbstractStateSpace
 from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, Moments
 
-__all__ = ["MarkovCovariance", "Timeline"]
+__all__ = ["AbstractTimeline", "AbstractTimelineCovariance", "MarkovCovariance", "Timeline", "in_ascending_order"]
+
+
+def in_ascending_order(times: Array) -> tuple[Array, Array, Array]:
+    """The order of times, the interval from the one before for each in it, and where in it each time is, (N,)."""
+    order = jnp.argsort(times)
+    return order, jnp.diff(times[order], prepend=times[order[:1]]), jnp.argsort(order)
+
+
+class AbstractTimelineCovariance(AbstractDenseCovariance):
+    """The covariance between rows, by the smoother."""
+
+    @abstractmethod
+    def moments(self) -> Moments:
+        """Moments at the rows, with the divergence."""
+
+
+class AbstractTimeline(AbstractRows):
+    """Rows in the order of time."""
+
+    @abstractmethod
+    def smoothed(self, lambda1: Array, precision: Array) -> Smoothed:
+        """The smoother at all rows, in ascending order of time."""
+
+    @abstractmethod
+    def covariance(self, lambda1: Array, precision: Array) -> AbstractTimelineCovariance:
+        """The covariance between the rows that are asked for."""
+
+    def given_several(self, lambda1: Array, precision: Array) -> GivenSeveral:
+        found = self.smoothed(lambda1, precision)
+        products = matmul(lambda1, found.mean.T)
+        log_z = found.log_normaliser[0] - 0.5 * products[0, 0]
+        return GivenSeveral(found.mean, found.variance[0], products, log_z)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Timeline(AbstractRows):
+class Timeline(AbstractTimeline):
     """A process at times in ascending order.
 
     Attributes:
@@ -37,14 +70,7 @@ class Timeline(AbstractRows):
     parallel: bool = dataclasses.field(metadata={"static": True})
 
     def smoothed(self, lambda1: Array, precision: Array) -> Smoothed:
-        """The smoother at all times, in ascending order."""
         return smoothed(self.model, self.interval, lambda1, precision, parallel=self.parallel)
-
-    def given_several(self, lambda1: Array, precision: Array) -> GivenSeveral:
-        found = self.smoothed(lambda1, precision)
-        products = matmul(lambda1, found.mean.T)
-        log_z = found.log_normaliser[0] - 0.5 * products[0, 0]
-        return GivenSeveral(found.mean, found.variance[0], products, log_z)
 
     def covariance(self, lambda1: Array, precision: Array) -> "MarkovCovariance":
         return MarkovCovariance(self, lambda1, precision)
@@ -52,7 +78,7 @@ class Timeline(AbstractRows):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class MarkovCovariance(AbstractDenseCovariance):
+class MarkovCovariance(AbstractTimelineCovariance):
     """The covariance between rows of a process with sites at times in ascending order.
 
     Attributes:
@@ -66,7 +92,6 @@ class MarkovCovariance(AbstractDenseCovariance):
     precision: Array
 
     def moments(self) -> Moments:
-        """Moments at the rows, with the divergence."""
         q, rows = self.line.smoothed(self.lambda1, self.precision), self.line.rows
         kl = q.divergence(self.lambda1, self.precision)
         return Moments(q.mean[..., rows], q.variance[..., rows], kl, self)

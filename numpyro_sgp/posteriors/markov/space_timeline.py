@@ -1,0 +1,174 @@
+"""A function of time and place at the rows of its sites and those that are asked for, and what its smoother says."""
+
+from collections.abc import Callable
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from numpyro_sgp._internal.eager import as_one_program
+from numpyro_sgp.inducing import InducingPoints
+from numpyro_sgp.math.linalg import cholesky
+from numpyro_sgp.math.products import matvec
+from numpyro_sgp.posteriors.markov.formulas import Smoothed
+from numpyro_sgp.posteriors.markov.separable import Separated
+from numpyro_sgp.posteriors.markov.space_formulas import (
+    SpaceTimeTerm,
+    prior_covariance,
+    prior_draws,
+    prior_variance,
+    smoothed_in_blocks,
+)
+from numpyro_sgp.posteriors.markov.timeline import AbstractTimeline, AbstractTimelineCovariance, in_ascending_order
+from numpyro_sgp.posteriors.moments import Moments, project, variance_given
+
+__all__ = ["SpaceTimeCovariance", "SpaceTimeline"]
+
+# How many rows are smoothed at once for columns of a covariance, which share the covariance of the state.
+_COLUMNS = 32
+
+
+@as_one_program
+def _smoothed(terms: tuple[SpaceTimeTerm, ...], interval: Array, lambda1: Array, precision: Array) -> Smoothed:
+    return smoothed_in_blocks(terms, interval, lambda1, precision)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SpaceTimeline(AbstractTimeline):
+    """Rows in ascending order of time.
+
+    Attributes:
+        terms: the products of the kernel, at the rows.
+        interval: from the row before, (N,).
+        order: where each of them is among the rows as they were given, (N,).
+        rows: where in ascending order those are that are asked for, (N_rows,).
+        rest: what the places leave of the prior variances of these, (..., N_rows).
+        kernel: of the process.
+        X: the rows that are asked for, (N_rows, D).
+        jitter: of covariance matrices, relative.
+    """
+
+    terms: tuple[SpaceTimeTerm, ...]
+    interval: Array
+    order: Array
+    rows: Array
+    rest: Array
+    kernel: Any
+    X: Array
+    jitter: ArrayLike
+
+    @classmethod
+    def of(
+        cls, kernel: Callable, products: Separated, places: Array, X: Array, first: int, jitter: ArrayLike
+    ) -> "SpaceTimeline":
+        """From inputs.
+
+        Args:
+            kernel: of the process.
+            products: the same by its products.
+            places: Z, (M, D − 1).
+            X: inputs, (N, D).
+            first: the number of the first row that is asked for, as are those after it.
+            jitter: of the covariances of the places, and of rows that are drawn, relative.
+        """
+        order, interval, where = in_ascending_order(X[:, products.column])
+        inducing, asked = InducingPoints(products.with_time(jnp.asarray(places, X.dtype))), X[first:]
+        terms, rest = [], jnp.zeros(len(asked), X.dtype)
+        for time, space in products.terms:
+            if space is None:
+                terms.append(SpaceTimeTerm(time, jnp.ones((1, len(X)), X.dtype)))
+                continue
+            found = project(inducing, space, X, jitter)
+            left = variance_given(found.kff, found.A)[..., first:]
+            rest = rest + prior_variance(time, X.dtype)[..., None] * left
+            terms.append(SpaceTimeTerm(time, found.A[..., order]))
+        return cls(tuple(terms), interval, order, where[first:], rest, kernel, asked, jitter)
+
+    @property
+    def unexplained(self) -> Array:
+        return self.rest
+
+    def smoothed(self, lambda1: Array, precision: Array) -> Smoothed:
+        return _smoothed(self.terms, self.interval, lambda1, precision)
+
+    def covariance(self, lambda1: Array, precision: Array) -> "SpaceTimeCovariance":
+        return SpaceTimeCovariance(self, lambda1, precision)
+
+    def prior_covariance(self) -> Array:
+        """Of the projections of the rows that are asked for, (..., N_rows, N_rows)."""
+        terms = [dataclasses.replace(term, a=term.a[..., self.rows]) for term in self.terms]
+        return prior_covariance(terms, jnp.cumsum(self.interval)[self.rows])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SpaceTimeCovariance(AbstractTimelineCovariance):
+    """The covariance between rows: that of their projections, which the sites see, and the prior's of the rest.
+
+    Attributes:
+        line: the function at its rows.
+        lambda1: (..., N).
+        precision: (..., N).
+    """
+
+    line: SpaceTimeline
+    lambda1: Array
+    precision: Array
+
+    def moments(self) -> Moments:
+        q, rows = self.line.smoothed(self.lambda1, self.precision), self.line.rows
+        kl = q.divergence(self.lambda1, self.precision)
+        return Moments(q.mean[..., rows], q.variance[..., rows] + self.line.rest, kl, self)
+
+    def given_inducing(self, Kff: Array) -> Array:
+        return Kff - self.line.prior_covariance()
+
+    def of_inducing(self) -> Array:
+        """Of the projections, one smoothing for each row: the mean moves by a column of it with each λ₁."""
+        zeros, rows = jnp.zeros_like(self.lambda1), self.line.rows
+
+        def column(row: Array) -> Array:
+            return self.line.smoothed(zeros.at[..., row].set(1.0), self.precision).mean[..., rows]
+
+        return jnp.moveaxis(jax.lax.map(column, rows, batch_size=min(_COLUMNS, max(len(rows), 1))), 0, -1)
+
+    def variance_of_inducing(self) -> Array:
+        return self.line.smoothed(self.lambda1, self.precision).variance[..., self.line.rows]
+
+    def unexplained(self, kff: Array) -> Array:
+        del kff
+        return self.line.rest
+
+    def _draw_of_inducing(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
+        """Draws of the prior, corrected by the smoother (Matheron's rule)."""
+        axes, line = self.lambda1.ndim, self.line
+        many, batch = shape[: len(shape) - axes], shape[len(shape) - axes : -1]
+
+        def draw(rng_key: Array) -> Array:
+            of_prior, of_sites = jax.random.split(rng_key)
+            prior = prior_draws(line.terms, line.interval, of_prior, batch)
+            noise = jax.random.normal(of_sites, prior.shape, prior.dtype)
+            residual = -self.precision * prior - jnp.sqrt(self.precision) * noise
+            return (prior + line.smoothed(residual, self.precision).mean)[..., line.rows]
+
+        return jax.lax.map(draw, jax.random.split(rng_key, math.prod(many))).reshape(shape)
+
+    def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
+        explained, rest = self.draw_parts(rng_key, shape)
+        return explained + rest
+
+    def draw_parts(self, rng_key: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
+        of_inducing, of_rest = jax.random.split(rng_key)
+        line = self.line
+        K, kff = line.kernel(line.X, line.X), line.kernel(line.X)
+        index = jnp.arange(K.shape[-1])
+        K = self.given_inducing(K.at[..., index, index].set(kff))
+        scale = jnp.mean(kff, axis=-1)[..., None, None]
+        L = cholesky(K + line.jitter * scale * jnp.eye(K.shape[-1], dtype=K.dtype))
+        noise = jax.random.normal(of_rest, shape, K.dtype)
+        return self._draw_of_inducing(of_inducing, shape), matvec(L, noise)
