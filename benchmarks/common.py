@@ -79,7 +79,8 @@ def long_chains(
 ) -> tuple[dict[str, jax.Array], float, float]:
     """2 × `num_samples` draws by NUTS, the largest R-hat and the smallest effective sample size of all entries."""
     options = {"num_warmup": min(num_samples, 1000), "num_samples": num_samples, "num_chains": 2}
-    chains = MCMC(NUTS(model, dense_mass=dense_mass), **options, chain_method="sequential", progress_bar=False)
+    kernel = NUTS(model, dense_mass=dense_mass, max_tree_depth=10 if num_samples > 100 else 2)  # few: a reduced run
+    chains = MCMC(kernel, **options, chain_method="sequential", progress_bar=False)
     chains.run(jax.random.key(0), *args, **kwargs)
     found = summary(chains.get_samples(group_by_chain=True)).values()
     r_hat, ess = max(np.max(v["r_hat"]) for v in found), min(np.min(v["n_eff"]) for v in found)
