@@ -357,7 +357,7 @@ if __name__ == "__main__":
         raise SystemExit
     reduced = arguments.reduced
     chosen = ["poisson_with_effects"] if reduced else arguments.models
-    settings = {"num_steps": 30 if reduced else 400, "num_samples": 100 if reduced else 2000}
+    settings = {"num_steps": 30 if reduced else 400, "num_samples": 20 if reduced else 2000}
     models, draws = ({}, {}) if arguments.costs else quality(**settings, names=chosen)
     if arguments.figure:
         figure(draws, arguments.figure)
