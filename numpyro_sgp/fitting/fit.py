@@ -90,7 +90,7 @@ def fit(
     best, and latents outside of the joint posterior get standard deviations from the curvature there. If not, cycles
     of natural steps and Adam on minibatches, each twice as long as the one before, end where the bound no longer
     rises. In the place of inducing inputs, unless options of these or a `batch_size` are given, one function of few
-    rows has the dense posterior, `AutoTSVGP(model, None)` (up to 300, or 2000 with Gaussian noise), and one of more
+    rows has the dense posterior, `AutoTSVGP(model, None)` (up to 300; with Gaussian noise up to 2000), and one of more
     than 2000 times is smoothed by `AutoMarkovGP` if that takes its kernel exactly. Nothing is standardised: the
     model's priors should fit the units of the data.
 

@@ -17,7 +17,7 @@ _SECONDS = {"s": 1.0, "second": 1.0, "min": 60.0, "minute": 60.0, "h": 3600.0, "
 _BYTES = {"MB": 1e6, "GB": 1e9}
 # More inducing inputs make a step slow, and rarely a fit much better.
 _NUMBERS = (48, 64, 96, 128, 192, 256, 384, 512)
-# So few rows are all inducing inputs once, to see what needs more of them than a search with fewer would ask for.
+# So few rows may do without a sparse approximation, as what needs many inducing inputs is not seen with fewer.
 _MOST_WHOLE = 2000
 # Steps that there should be time for.
 _STEPS = 1000
@@ -42,7 +42,7 @@ class Budget(NamedTuple):
         return max(numbers, default=_NUMBERS[0])
 
     def most_whole(self) -> int:
-        """Up to how many rows may all be inducing inputs; none where there is no time for the usual number of these."""
+        """Up to how many rows may do without; none where there is no time for the usual number of inducing inputs."""
         numbers = range(_MOST_WHOLE, 0, -_MOST_WHOLE // 20) if self.most_inducing() == _NUMBERS[-1] else ()
         return next((N for N in numbers if self.allows(N, N)), 0)
 

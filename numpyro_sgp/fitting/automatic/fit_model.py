@@ -20,7 +20,7 @@ from numpyro_sgp.fitting.automatic.needs import inducing_of, priors_at
 from numpyro_sgp.fitting.automatic.placing import unexplained
 from numpyro_sgp.fitting.automatic.report import FitReport, FitResult, evidence_of
 from numpyro_sgp.fitting.automatic.search import NEGLIGIBLE, Search
-from numpyro_sgp.fitting.automatic.task import Task, effects, is_dense, is_over_time
+from numpyro_sgp.fitting.automatic.task import Task, effects, few_rows, is_over_time
 from numpyro_sgp.fitting.batches import checked_rows
 from numpyro_sgp.fitting.training import train
 from numpyro_sgp.guides.members import Joint
@@ -88,8 +88,8 @@ def fit_model(
     whole = not task.keywords(rows) or (rows <= _SAMPLE if batch_size is None else batch_size == rows)
     if joint is None:
         task = dataclasses.replace(task, joint=effects(task, every if whole else some, key_search))
-    if free and whole and rows <= max(task.most_whole, task.most_inducing):
-        task = dataclasses.replace(task, may_be_dense=is_dense(task, every, key_search))
+    if free and whole and rows <= task.most_whole:
+        task = dataclasses.replace(task, few=few_rows(task, every, key_search))
     search = Search(task, every if whole else some, key_search)
     search.run()
     if not whole and batch_size is None and search.profile.exact and search.enough:

@@ -23,7 +23,7 @@ __all__ = ["NEGLIGIBLE", "Search"]
 
 # Nats a row: what gains less was the last of its kind.
 NEGLIGIBLE = 1e-3
-# The first search has so many, as its hyperparameters are still wrong; with so few rows nothing is approximated.
+# The first search has so many, as its hyperparameters are still wrong; so few rows may all be inducing inputs.
 _FIRST, _FEW = 100, 300
 # Another number of inducing inputs needs another program: so it is taken only where they are many more.
 _MORE = 1.3
@@ -70,7 +70,7 @@ class Search:
         number = len(index) if len(index) <= _FEW or task.number_given else _FIRST
         first = functools.partial(place, most=min(number, task.most_inducing))
         given = first if task.inducing is None else task.inducing
-        if task.may_be_dense and len(index) == task.rows <= min(_FEW, task.most_inducing):
+        if len(index) == task.rows <= min(task.few, task.most_whole):
             given = None
         self._begin(task.guide(given) if guide is None else guide, init_params)
         self.enough = task.inducing is not None or not self.inducing
@@ -156,7 +156,7 @@ class Search:
         """
         best = self.guide, self.profile, self.value, self.enough, self.converged
         every = None
-        if not self.task.may_be_dense:
+        if not self.task.few:
             of_data = self.profile.params, self.args, self.kwargs
             _, priors = priors_at(self.task.model, self.guide, *of_data, self.rng_key)
             every = {site: place(p.kernel, p.X, self.rng_key, most=self.rows) for site, p in priors.items()}

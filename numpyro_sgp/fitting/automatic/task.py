@@ -10,6 +10,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 import numpy as np
+from numpyro import distributions as dist
 from numpyro import handlers
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIState
@@ -19,7 +20,7 @@ from numpyro_sgp._internal.programs import interpret
 from numpyro_sgp._internal.signatures import with_num_data
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.traces import scaled_log_prob
-from numpyro_sgp.distributions.wrappers import is_real
+from numpyro_sgp.distributions.wrappers import is_real, unwrap
 from numpyro_sgp.fitting.program import Arguments
 from numpyro_sgp.guides.handlers import GivenGaussianProcesses
 from numpyro_sgp.guides.members import Joint
@@ -30,7 +31,10 @@ from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
 from numpyro_sgp.posteriors.markov.family import Markov
 from numpyro_sgp.posteriors.markov.guide import AutoMarkovGP
 
-__all__ = ["Task", "effects", "is_dense", "is_over_time"]
+__all__ = ["Task", "effects", "few_rows", "is_over_time"]
+
+# Where one natural step leads to the best sites, all rows are cheap up to a larger number.
+_FEW, _FEW_GAUSSIAN = 300, 700
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Task:
         most_whole: up to how many rows may be fitted without a sparse approximation.
         deadline: when to end, by `time.perf_counter`.
         over_time: whether the posterior is that of `AutoMarkovGP`, without inducing inputs.
-        may_be_dense: whether that of `AutoTSVGP(model, None)` takes the model.
+        few: up to how many rows the posterior is dense from the start; 0 for a model that is not for that.
     """
 
     model: Callable
@@ -67,7 +71,7 @@ class Task:
     most_whole: int
     deadline: float
     over_time: bool = False
-    may_be_dense: bool = False
+    few: int = 0
 
     def args(self, index: np.ndarray) -> tuple:
         """Arguments of the model with some of the rows."""
@@ -99,26 +103,33 @@ def is_over_time(task: Task, index: np.ndarray, rng_key: Array) -> bool:
     return _has_sites_in_rows(dataclasses.replace(task, over_time=True), index, rng_key, family.check_prior)
 
 
-def is_dense(task: Task, index: np.ndarray, rng_key: Array) -> bool:
-    """Whether the model has one function at inputs that do not change, of which each row sees its own value.
+def few_rows(task: Task, index: np.ndarray, rng_key: Array) -> int:
+    """Up to how many rows the dense posterior, `AutoTSVGP(model, None)`, is cheap; 0 for a model that is not for it.
 
-    Then the dense posterior takes it. It is decided by tracing a step; nothing is computed.
+    It takes one function at inputs that do not change, of which each row sees its own value. It is decided by tracing a
+    step; nothing is computed.
     """
     args, kwargs = task.args(index), task.keywords(len(index))
+
+    outcomes: list[Any] = []
 
     def run(key: Array, params: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
         given = GivenGaussianProcesses(0.0)
         model = handlers.substitute(handlers.seed(task.model, key), data=params)
         trace = first_run(lambda: model(*args, **kwargs), given)
+        samples = [site for site in trace.values() if site["type"] == "sample"]
+        outcomes[:] = [unwrap(site["fn"]) for site in samples if site["is_observed"]]
         declared = {name: site["value"] for name, site in trace.items() if site["type"] == "param"}
         return declared, [prior.X for prior in given.priors.values()]
 
     if not _has_sites_in_rows(task, index, rng_key):
-        return False
+        return 0
     params, _ = jax.eval_shape(lambda key: run(key, {}), rng_key)
     program = jax.make_jaxpr(lambda *free: run(*free)[1])(rng_key, params).jaxpr
     moves = interpret(program, [True] * len(program.invars), lambda _: False, lambda _, operands: any(operands))
-    return not any(moves)
+    if any(moves):
+        return 0
+    return _FEW_GAUSSIAN if all(isinstance(fn, dist.Normal) for fn in outcomes) else _FEW
 
 
 def _has_sites_in_rows(
