@@ -346,6 +346,20 @@ def test_factors_of_a_process_and_limited_latents_are_not_joint_and_what_is_adde
     assert set(effects(task, np.arange(N), KEY)) == {"f", "slope"}
 
 
+def test_several_functions_in_a_term_are_joint():
+    def model(X, y=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(0.5), X))
+        g = numpyro.sample("g", sgp.GaussianProcess(sgp.kernels.SquaredExponential(2.0), X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f + g, 0.3), obs=y)
+
+    result = sgp.fit(model, KEY, (X, Y))
+    C = oracles.se(X, X, 0.5) + oracles.se(X, X, 2.0) + 0.09 * np.eye(N)
+    assert_allclose(-result.losses[-1], oracles.gaussian_log_density(Y, np.zeros(N), C), atol=0.01)
+    median = result.guide.median(result.params, X)
+    assert_allclose(median["g"], oracles.se(X, X, 2.0) @ np.linalg.solve(C, Y), atol=1e-3)
+
+
 def over_time(X, trend, y=None):
     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
     noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))

@@ -165,7 +165,7 @@ def _traced(fn: Callable[..., bool], *args: Any) -> bool:
 
 
 def effects(task: Task, index: np.ndarray, rng_key: Array) -> Joint:
-    """GP sites and the latents that are joint in "auto" and are added to them in the terms of the model.
+    """GP sites that are joint in "auto" with each other, or with latents that are added to them, and these latents.
 
     Given the others the bound has a closed form for Gaussian noise, and its curvature says how sure they are. Those are
     latents of restricted support, such as noise scales, and factors of a GP site, which start at a saddle if joint.
@@ -175,13 +175,13 @@ def effects(task: Task, index: np.ndarray, rng_key: Array) -> Joint:
     svi = SVI(task.model, guide, optax.set_to_zero(), task.loss)
     state = jax.eval_shape(lambda key: svi.init(key, *args, **kwargs), rng_key)
     groups = guide.joint_groups(svi.optim.get_params(state.optim_state))
-    if not any(group.latents for group in groups):
+    if not any(group.latents or len(group.sites) > 1 for group in groups):
         return False
     added = _added(lambda: task.model(*args, **kwargs))
     names: list[str] = []
     for group in groups:
         kept = [name for name in group.latents if name in added]
-        names += [*group.sites, *kept] if kept else []
+        names += [*group.sites, *kept] if kept or len(group.sites) > 1 else []
     return tuple(names) or False
 
 
