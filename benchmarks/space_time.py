@@ -1,4 +1,4 @@
-"""`AutoMarkovGP` with places: what a step costs, a long field beside inducing inputs in equal time, and NUTS.
+"""`AutoMarkovGP` with places: what a step costs, a long field beside inducing inputs in equal processor time, and NUTS.
 
 The field has counts at 100 places, each hour, and is rough in time: its lengthscale is a hundredth of the time, so that
 a thousand inducing inputs, which have to fill time and space, cannot follow it. NUTS samples the dense model.
@@ -119,13 +119,13 @@ def equal_time(reduced: bool, figure: Path | None) -> dict:
         guide = sgp.AutoMarkovGP(counts, space=sgp.kmeans(None, X[:num_places, 1:], num_inducing=M))
         optim = sgp.NaturalGradient(0.7, optax.adam(optax.cosine_decay_schedule(0.2, steps)))
         svi = SVI(counts, guide, optim, sgp.QuadratureELBO(10))
-        start = time.perf_counter()
+        start = time.process_time()
         state = svi.init(jax.random.key(0), *train)
         update = jax.jit(svi.update, donate_argnums=0)
         for _ in range(steps):
             state, loss = update(state, *train)
         loss.block_until_ready()
-        seconds, params = time.perf_counter() - start, svi.get_params(state)
+        seconds, params = time.process_time() - start, svi.get_params(state)
         name = f"{M} places"
         runs.append(_row(name, guide, params, seconds, train, test) | {"steps": steps})
         curves[name] = _curve(guide, params, X[rows])
@@ -136,15 +136,15 @@ def equal_time(reduced: bool, figure: Path | None) -> dict:
         guide = sgp.AutoTSVGP(counts, Z)
         optim = sgp.NaturalGradient(optax.linear_schedule(0.5, 0.05, 200), optax.adam(0.03))
         svi = SVI(counts, guide, optim, sgp.QuadratureELBO(10))
-        start, number, batch = time.perf_counter(), 0, min(num, 1000)
+        start, number, batch = time.process_time(), 0, min(num, 1000)
         state = svi.init(jax.random.key(0), *(each[:batch] for each in train), num_data=num)
         update = jax.jit(lambda state, rows, svi=svi: svi.update(state, *rows, num_data=num), donate_argnums=0)
-        while time.perf_counter() - start < limit and (number < 5 or not reduced):
+        while time.process_time() - start < limit and (number < 5 or not reduced):
             picked = rng.integers(0, num, batch)
             state, loss = update(state, tuple(each[picked] for each in train))
             loss.block_until_ready()
             number += 1
-        seconds, params = time.perf_counter() - start, svi.get_params(state)
+        seconds, params = time.process_time() - start, svi.get_params(state)
         name = f"{M} inducing inputs"
         runs.append(_row(name, guide, params, seconds, train, test) | {"steps": number})
         curves[name] = _curve(guide, params, X[rows])
