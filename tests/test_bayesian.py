@@ -82,6 +82,7 @@ def gaussian(X, y=None):
         numpyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
+@pytest.mark.thorough
 def test_type_two_hyperparameters_reach_the_optimum_of_the_dense_collapsed_bound():
     rng = np.random.default_rng(0)
     X = rng.uniform(-2.0, 2.0, (30, 1))
@@ -106,6 +107,7 @@ def test_type_two_hyperparameters_reach_the_optimum_of_the_dense_collapsed_bound
     assert_allclose(result.losses[-1], best.fun, rtol=1e-8)
 
 
+@pytest.mark.thorough
 def test_point_estimates_of_sampled_hyperparameters_reach_the_optimum_of_the_dense_bound_and_the_prior():
     Z = np.linspace(-2.0, 2.0, 5)[:, None]
 

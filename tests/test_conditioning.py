@@ -250,6 +250,7 @@ def test_other_latents_stay_at_their_point_estimates():
     np.testing.assert_allclose(guide.median(after)["lengthscale"], LENGTHSCALE, rtol=1e-12)
 
 
+@pytest.mark.thorough
 def test_sites_at_inducing_inputs_that_have_moved_are_projected_before_rows_are_added():
     guide, params = at_prior("trained_inducing", Gaussian(), *rows_of(HEAD, X, NOISE, REALS))
     params = jax.jit(guide.condition)(params, *rows_of(HEAD, X, NOISE, REALS))
@@ -581,6 +582,7 @@ def test_outcomes_side_by_side_are_as_one_by_one_however_many_steps_each_takes(n
             np.testing.assert_allclose(pair[0][index], pair[1], rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [n if n == "tied" else pytest.param(n, marks=pytest.mark.thorough) for n in ALL_GUIDES]
 )

@@ -285,6 +285,7 @@ def test_a_term_that_is_sampled_is_said_once_with_its_cost():
         svi.update(state, X)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["tied", pytest.param("whitened", marks=pytest.mark.thorough)])
 def test_a_posterior_does_not_need_the_data_of_the_terms(kind):
     def model(X, times=None):

@@ -425,6 +425,7 @@ def test_a_full_natural_step_leads_to_the_targets_at_the_dense_gradients_with_th
         assert_allclose(new["f_auto_mean_sites"].lambda1, expected, rtol=1e-7, atol=1e-8)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", representative(["orthogonal", "hybrid"], ["orthogonal"]))
 def test_one_natural_step_at_the_optimal_coefficients_is_the_collapsed_bound_from_any_start(kind):
     svi, state = minimised(make(kind, False, regression))

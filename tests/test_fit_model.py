@@ -369,6 +369,7 @@ def over_time(X, trend, y=None):
         numpyro.sample("y", dist.Normal(f + slope * trend, noise), obs=y)
 
 
+@pytest.mark.thorough
 def test_a_function_of_many_times_is_smoothed_and_ends_at_the_mode_of_the_exact_evidence(monkeypatch):
     monkeypatch.setattr(module, "_MANY_TIMES", 10)
     monkeypatch.setattr(module, "_PART_OF_TIMES", 25)

@@ -171,6 +171,7 @@ def test_hyperparameters_of_each_part_of_a_kernel_have_the_gradient_of_the_dense
         assert_allclose(jax.grad(by_smoothing)(w, parallel), expected, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kernel",
     [*(pytest.param(kernel, marks=pytest.mark.thorough) for kernel in (Matern12, Matern32)), Matern52],
@@ -270,6 +271,7 @@ def test_draws_where_a_site_has_a_negative_precision_are_nan():
     assert np.any(np.isnan(smoothing_draws(space, ones, ones, jnp.asarray([1.0, -0.1, 1.0]), noise)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_new_times_may_have_another_dtype(dtype):
     guide = sgp.AutoMarkovGP(model, base=AutoDelta)

@@ -69,10 +69,9 @@ def dense(model):
     return sgp.AutoTSVGP(model, None)
 
 
-KINDS = pytest.mark.parametrize("kind", [sgp.AutoMarkovGP, dense], ids=["time", "dense"])
-
-
-@KINDS
+@pytest.mark.parametrize(
+    "kind", [pytest.param(sgp.AutoMarkovGP, marks=pytest.mark.thorough), dense], ids=["time", "dense"]
+)
 def test_one_step_is_the_exact_posterior_for_gaussian_noise(kind):
     y = RNG.normal(size=N) + 0.7 + W @ [0.5, -1.0]
     guide = kind(gaussian)
