@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 import platform
 import subprocess
+import time
 from typing import Any
 
 import jax
@@ -13,8 +14,9 @@ from jax.typing import ArrayLike
 import numpy as np
 import numpyro
 from numpyro.diagnostics import summary
-from numpyro.infer import MCMC, NUTS
+from numpyro.infer import MCMC, NUTS, SVI
 import optax
+from scipy.special import gammaln
 
 import numpyro_sgp
 
@@ -100,6 +102,65 @@ def beside(own: ArrayLike, exact: ArrayLike, *, positive: bool = False) -> dict[
     error, ratio = np.abs(own.mean(axis=0) - exact.mean(axis=0)) / sd, own.std(axis=0) / sd
     found = {"error": np.max(error), "least": np.min(ratio), "largest": np.max(ratio), "mean_ratio": np.mean(ratio)}
     return {name: float(value) for name, value in found.items()}
+
+
+def slope(table: Sequence[dict], size: str, key: str) -> float:
+    """Exponent of a size in a column, from a straight line through the logarithms."""
+    sizes, values = (np.log([row[name] for row in table]) for name in (size, key))
+    return float(np.polyfit(sizes, values, 1)[0])
+
+
+def by_batches(model: Callable, guide: Any, train: Sequence[np.ndarray], seconds: float, most: int | None):
+    """Parameters after natural steps on batches of 1000 rows for some processor time; that time, and the steps.
+
+    Args:
+        model: with rows and `num_data`.
+        guide: with inducing inputs.
+        train: the rows.
+        seconds: when to end.
+        most: the most steps, in a reduced run.
+    """
+    num, rng = len(train[0]), np.random.default_rng(0)
+    optim = numpyro_sgp.NaturalGradient(optax.linear_schedule(0.5, 0.05, 200), optax.adam(0.03))
+    svi = SVI(model, guide, optim, numpyro_sgp.QuadratureELBO(10))
+    start, number, batch = time.process_time(), 0, min(num, 1000)
+    state = svi.init(jax.random.key(0), *(each[:batch] for each in train), num_data=num)
+    update = jax.jit(lambda state, rows: svi.update(state, *rows, num_data=num), donate_argnums=0)
+    while time.process_time() - start < seconds and number != most:
+        picked = rng.integers(0, num, batch)
+        state, loss = update(state, tuple(each[picked] for each in train))
+        loss.block_until_ready()
+        number += 1
+    return svi.get_params(state), time.process_time() - start, number
+
+
+def counts_row(name: str, guide: Any, params: dict, seconds: float, train: Any, test: Any) -> dict:
+    """A posterior of counts: its time, scores of test rows from draws of all latents, and what it says of these.
+
+    Args:
+        name: of the posterior.
+        guide: of a model with a site `predictor`.
+        params: fitted.
+        seconds: how long that took.
+        train: inputs, of which the number does not matter.
+        test: X, covariate, true predictor and counts.
+    """
+    X, covariate, predictor, y = test
+    draws = guide.sample_posterior(jax.random.key(5), params, X, covariate, sample_shape=(60,))
+    eta = np.asarray(draws["predictor"])
+    logs = y * eta - np.exp(eta) - gammaln(y + 1.0)
+    low, high = np.quantile(eta, [0.05, 0.95], axis=0)
+    summaries = guide.quantiles(params, [0.05, 0.5, 0.95], *(each[:10] for each in train))
+    row = {
+        "posterior": name,
+        "seconds": seconds,
+        "nlpd": float(-np.mean(np.log(np.mean(np.exp(logs), axis=0)))),
+        "rmse": float(np.sqrt(np.mean((eta.mean(axis=0) - predictor) ** 2))),
+        "coverage_of_90": float(np.mean((low < predictor) & (predictor < high))),
+        **{name: np.asarray(value).tolist() for name, value in summaries.items() if name != "f"},
+    }
+    print(row, flush=True)
+    return row
 
 
 def banana() -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 import time
 
-from common import beside, long_chains, report
+from common import beside, by_batches, counts_row, long_chains, report, slope
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,6 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import SVI
 import optax
-from scipy.special import gammaln
 
 import numpyro_sgp as sgp
 from numpyro_sgp.kernels import Matern32, Matern52, Select
@@ -81,26 +80,6 @@ def cost(num_times: int, num_places: int, M: int, repeats: int) -> dict:
     return found
 
 
-def slope(table: list[dict], key: str) -> float:
-    """Exponent of the number of times in a column, from a straight line through the logarithms."""
-    sizes, values = (np.log([row[name] for row in table]) for name in ("times", key))
-    return float(np.polyfit(sizes, values, 1)[0])
-
-
-def scores(guide, params, X, covariate, f, y, num_draws: int) -> dict:
-    """Of test rows, from draws of all latents."""
-    predictor = f + LEVEL + EFFECT * covariate
-    draws = guide.sample_posterior(jax.random.key(5), params, X, covariate, sample_shape=(num_draws,))
-    eta = np.asarray(draws["predictor"])
-    logs = y * eta - np.exp(eta) - gammaln(y + 1.0)
-    low, high = np.quantile(eta, [0.05, 0.95], axis=0)
-    return {
-        "nlpd": float(-np.mean(np.log(np.mean(np.exp(logs), axis=0)))),
-        "rmse": float(np.sqrt(np.mean((eta.mean(axis=0) - predictor) ** 2))),
-        "coverage_of_90": float(np.mean((low < predictor) & (predictor < high))),
-    }
-
-
 def equal_time(reduced: bool, figure: Path | None) -> dict:
     """The long field, by places and by inducing inputs."""
     num_times, num_places, steps, num_test = (12, 8, 3, 10) if reduced else (1100, 100, 30, 1000)
@@ -110,7 +89,7 @@ def equal_time(reduced: bool, figure: Path | None) -> dict:
     held_out[rng.permutation(len(X))[: len(X) // 11]] = True
     train = X[~held_out], covariate[~held_out], y[~held_out]
     index = np.flatnonzero(held_out)[:: max(held_out.sum() // num_test, 1)][:num_test]
-    test, num = tuple(each[index] for each in (X, covariate, f, y)), len(train[0])
+    test = tuple(each[index] for each in (X, covariate, f + LEVEL + EFFECT * covariate, y))
     line = X[:num_places, 1:].mean(axis=0)
     nearest = int(np.argmin(np.sum((X[:num_places, 1:] - line) ** 2, axis=1)))
     rows = np.arange(num_times)[: 5 if reduced else 150] * num_places + nearest
@@ -127,41 +106,24 @@ def equal_time(reduced: bool, figure: Path | None) -> dict:
         loss.block_until_ready()
         seconds, params = time.process_time() - start, svi.get_params(state)
         name = f"{M} places"
-        runs.append(_row(name, guide, params, seconds, train, test) | {"steps": steps})
+        runs.append(counts_row(name, guide, params, seconds, train, test) | {"steps": steps})
         curves[name] = _curve(guide, params, X[rows])
     limit = runs[-1]["seconds"]
     for M in (20,) if reduced else (500, 1000):
         units = np.array([HOURS, DISTANCE, DISTANCE])  # so that k-means sees the lengthscales
-        Z = np.asarray(sgp.kmeans(None, train[0][rng.permutation(num)[:20_000]] / units, num_inducing=M)) * units
+        sample = train[0][rng.permutation(len(train[0]))[:20_000]] / units
+        Z = np.asarray(sgp.kmeans(None, sample, num_inducing=M)) * units
         guide = sgp.AutoTSVGP(counts, Z)
-        optim = sgp.NaturalGradient(optax.linear_schedule(0.5, 0.05, 200), optax.adam(0.03))
-        svi = SVI(counts, guide, optim, sgp.QuadratureELBO(10))
-        start, number, batch = time.process_time(), 0, min(num, 1000)
-        state = svi.init(jax.random.key(0), *(each[:batch] for each in train), num_data=num)
-        update = jax.jit(lambda state, rows, svi=svi: svi.update(state, *rows, num_data=num), donate_argnums=0)
-        while time.process_time() - start < limit and (number < 5 or not reduced):
-            picked = rng.integers(0, num, batch)
-            state, loss = update(state, tuple(each[picked] for each in train))
-            loss.block_until_ready()
-            number += 1
-        seconds, params = time.process_time() - start, svi.get_params(state)
+        params, seconds, number = by_batches(counts, guide, train, limit, 5 if reduced else None)
         name = f"{M} inducing inputs"
-        runs.append(_row(name, guide, params, seconds, train, test) | {"steps": number})
+        runs.append(counts_row(name, guide, params, seconds, train, test) | {"steps": number})
         curves[name] = _curve(guide, params, X[rows])
     if figure is not None:
         draw(figure, X[rows, 0], f[rows], curves)
     truth = {"level": LEVEL, "effect": EFFECT, "hours": HOURS, "distance": DISTANCE, "variance": 1.0}
     truth |= {"mean_of_field": float(f.mean()), "mean_count": float(y.mean())}
     print(truth)
-    return {"rows": num, "times": num_times, "truth": truth, "runs": runs}
-
-
-def _row(name: str, guide, params, seconds: float, train, test) -> dict:
-    summaries = guide.quantiles(params, [0.05, 0.5, 0.95], *(each[:10] for each in train))
-    row = {"posterior": name, "seconds": seconds, **scores(guide, params, *test, 60)}
-    row |= {name: np.asarray(value).tolist() for name, value in summaries.items() if name != "f"}
-    print(row, flush=True)
-    return row
+    return {"rows": len(train[0]), "times": num_times, "truth": truth, "runs": runs}
 
 
 def _curve(guide, params, rows) -> tuple[np.ndarray, np.ndarray]:
@@ -228,7 +190,7 @@ def main(arguments: argparse.Namespace) -> None:
     if not arguments.nuts:
         sizes = ((5, 6, 2), (10, 6, 2)) if arguments.reduced else ((30, 100, 40), (100, 100, 40), (300, 100, 40))
         table = [cost(*size, 1 if arguments.reduced else 3) for size in sizes]
-        exponents = {key: slope(table, key) for key in ("seconds", "megabytes")}
+        exponents = {key: slope(table, "times", key) for key in ("seconds", "megabytes")}
         print("exponents of the number of times:", exponents)
         result = {"costs": table, "exponents": exponents, **equal_time(arguments.reduced, arguments.figure)}
         report("space_time", result, arguments.output)

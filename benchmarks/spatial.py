@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 import time
 
-from common import beside, long_chains, report
+from common import beside, by_batches, counts_row, long_chains, report
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +20,6 @@ import numpyro.distributions as dist
 from numpyro.infer import SVI
 from numpyro.infer.autoguide import AutoMultivariateNormal
 import optax
-from scipy.special import gammaln
 
 import numpyro_sgp as sgp
 from numpyro_sgp.kernels import Matern32
@@ -75,57 +74,33 @@ def cost(num: int, num_neighbours: int, repeats: int) -> dict:
     return found
 
 
-def scores(guide, params, X, covariate, predictor, y, num_draws: int) -> dict:
-    """Of test rows, from draws of all latents."""
-    draws = guide.sample_posterior(jax.random.key(5), params, X, covariate, sample_shape=(num_draws,))
-    eta = np.asarray(draws["predictor"])
-    logs = y * eta - np.exp(eta) - gammaln(y + 1.0)
-    low, high = np.quantile(eta, [0.05, 0.95], axis=0)
-    return {
-        "nlpd": float(-np.mean(np.log(np.mean(np.exp(logs), axis=0)))),
-        "rmse": float(np.sqrt(np.mean((eta.mean(axis=0) - predictor) ** 2))),
-        "coverage_of_90": float(np.mean((low < predictor) & (predictor < high))),
-    }
-
-
 def equal_time(reduced: bool, figure: Path | None) -> dict:
     """The rough field, by neighbours and by inducing inputs."""
     num, num_test, steps = (400, 50, 3) if reduced else (100_000, 2000, 100)
     X, covariate, predictor, y = data(num + num_test)
-    train, test = (X[:num], covariate[:num], y[:num]), slice(num, None)
+    train, tested = (X[:num], covariate[:num], y[:num]), tuple(each[num:] for each in (X, covariate, predictor, y))
     grid = np.stack(np.meshgrid(*(np.linspace(0.4, 0.6, 8 if reduced else 80),) * 2), axis=-1).reshape(-1, 2)
     runs, maps = [], {}
     for neighbours in (5,) if reduced else (20, 40):
         guide = sgp.AutoVecchiaGP(counts, num_neighbours=neighbours)
         optim = sgp.NaturalGradient(0.7, optax.adam(optax.cosine_decay_schedule(0.1, steps)))
         svi = SVI(counts, guide, optim, sgp.QuadratureELBO(10))
-        start = time.perf_counter()
+        start = time.process_time()
         state = svi.init(jax.random.key(0), *train)
         update = jax.jit(svi.update, donate_argnums=0)
         for _ in range(steps):
             state, loss = update(state, *train)
         loss.block_until_ready()
-        seconds, params = time.perf_counter() - start, svi.get_params(state)
-        runs.append(_row(f"{neighbours} neighbours", guide, params, seconds, train, (X, covariate, predictor, y), test))
+        seconds, params = time.process_time() - start, svi.get_params(state)
+        runs.append(counts_row(f"{neighbours} neighbours", guide, params, seconds, train, tested))
         q = guide.posterior(jax.random.key(3), params, grid, np.zeros(len(grid)))["f"]
         maps[f"{neighbours} neighbours"] = q.mean
     limit = runs[-1]["seconds"]
     for M in (20,) if reduced else (500, 1000):
         Z = np.asarray(sgp.kmeans(None, X[: min(num, 20_000)], num_inducing=M))
         guide = sgp.AutoTSVGP(counts, Z)
-        optim = sgp.NaturalGradient(optax.linear_schedule(0.5, 0.05, 200), optax.adam(0.03))
-        svi = SVI(counts, guide, optim, sgp.QuadratureELBO(10))
-        rng, start = np.random.default_rng(0), time.perf_counter()
-        state = svi.init(jax.random.key(0), *(each[:1000] for each in train), num_data=num)
-        update = jax.jit(lambda state, rows, svi=svi: svi.update(state, *rows, num_data=num), donate_argnums=0)
-        number = 0
-        while time.perf_counter() - start < limit and (number < 5 or not reduced):
-            rows = rng.integers(0, num, min(num, 1000))
-            state, loss = update(state, tuple(each[rows] for each in train))
-            loss.block_until_ready()
-            number += 1
-        seconds, params = time.perf_counter() - start, svi.get_params(state)
-        row = _row(f"{M} inducing inputs", guide, params, seconds, train, (X, covariate, predictor, y), test)
+        params, seconds, number = by_batches(counts, guide, train, limit, 5 if reduced else None)
+        row = counts_row(f"{M} inducing inputs", guide, params, seconds, train, tested)
         runs.append(row | {"steps": number})
         q = guide.posterior(jax.random.key(3), params, grid, np.zeros(len(grid)))["f"]
         maps[f"{M} inducing inputs"] = q.mean
@@ -135,15 +110,6 @@ def equal_time(reduced: bool, figure: Path | None) -> dict:
     truth |= {"level": LEVEL, "effect": EFFECT, "lengthscale": LENGTHSCALE, "mean_count": float(y[:num].mean())}
     print(truth)
     return {"rows": num, "steps": steps, "truth": truth, "runs": runs}
-
-
-def _row(name: str, guide, params, seconds: float, train, data, test) -> dict:
-    X, covariate, predictor, y = (each[test] for each in data)
-    summaries = guide.quantiles(params, [0.05, 0.5, 0.95], *(each[:10] for each in train))
-    row = {"posterior": name, "seconds": seconds, **scores(guide, params, X, covariate, predictor, y, 60)}
-    row |= {name: np.asarray(value).tolist() for name, value in summaries.items() if name != "f"}
-    print(row, flush=True)
-    return row
 
 
 def draw(path: Path, grid: np.ndarray, maps: dict) -> None:

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 import time
 
-from common import beside, long_chains, report
+from common import beside, long_chains, report, slope
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,12 +67,6 @@ def cost(num: int, repeats: int, reduced: bool) -> dict:
         found[f"megabytes{name}"] = update.memory_analysis().temp_size_in_bytes / 1e6
     print(", ".join(f"{name} {value:.4g}" for name, value in found.items()), flush=True)
     return found
-
-
-def slope(table: list[dict], key: str) -> float:
-    """Exponent of the number of times in a column, from a straight line through the logarithms."""
-    sizes, values = (np.log([row[name] for row in table]) for name in ("times", key))
-    return float(np.polyfit(sizes, values, 1)[0])
 
 
 PER_DAY = 1440
@@ -208,7 +202,7 @@ def main(arguments: argparse.Namespace) -> None:
     if not arguments.nuts:
         sizes = (200, 800) if arguments.reduced else (1000, 10_000, 100_000, 1_000_000)
         table = [cost(num, 1 if arguments.reduced else 5, arguments.reduced) for num in sizes]
-        exponents = {key: slope(table, key) for key in ("seconds", "megabytes")}
+        exponents = {key: slope(table, "times", key) for key in ("seconds", "megabytes")}
         print("exponents of the number of times:", exponents)
         million = a_million(*((3000, 3, 4) if arguments.reduced else (1_000_000, 100, 60)), arguments.figure)
         report("time_series", {"costs": table, "exponents": exponents, "million": million}, arguments.output)

@@ -208,6 +208,7 @@ def test_the_mean_importance_ratio_is_the_bound(name):
 
 @pytest.mark.once
 @pytest.mark.parametrize("base", representative([AutoNormal, AutoMultivariateNormal], [AutoNormal]))
+@pytest.mark.thorough
 def test_densities_of_hyperparameters_are_those_of_prior_and_guide(base):
     data, params = arbitrary(hierarchical, GUIDES["whitened"](hierarchical, Z, base=base), X, y)
     posterior = {site: values(data, "posterior", site) for site in ("noise", "lengthscale", "f")}
@@ -322,6 +323,7 @@ def test_latents_under_a_plate_and_vector_outcomes_have_one_likelihood_for_each_
 
 # Draws at arbitrary parameters are not a posterior: ArviZ says that the weights are uneven.
 @pytest.mark.filterwarnings("ignore:Estimated shape parameter")
+@pytest.mark.thorough
 def test_several_outcomes_factors_and_predictions_each_have_their_place():
     def model(X, y, counts):
         f = numpyro.sample("f", sgp.GaussianProcess(Matern52(1.1, 0.8), X))
@@ -593,6 +595,7 @@ def test_a_site_at_all_inputs_whose_likelihood_is_subsampled_keeps_one_value_for
 
 
 @pytest.mark.once
+@pytest.mark.exhaustive
 def test_a_function_of_a_whole_batch_is_left_out_with_a_warning():
     def model(X, y):
         f = numpyro.sample("f", sgp.GaussianProcess(Matern52(1.1, 0.8), X))
@@ -612,6 +615,7 @@ def test_a_function_of_a_whole_batch_is_left_out_with_a_warning():
 
 
 @pytest.mark.once
+@pytest.mark.thorough
 def test_a_gp_on_a_gp_is_drawn_from_the_inner_draw():
     def deep(X, y):
         inner = numpyro.sample("inner", sgp.GaussianProcess(SquaredExponential(1.0), X))
@@ -633,6 +637,7 @@ def test_a_gp_on_a_gp_is_drawn_from_the_inner_draw():
 
 
 @pytest.mark.once
+@pytest.mark.exhaustive
 def test_mutable_state_of_the_fit_is_used():
     def model(X, y):
         state = mutable("state", {"shift": jnp.zeros(())})
@@ -663,6 +668,7 @@ def test_a_model_may_look_at_its_data():
 
 
 @pytest.mark.once
+@pytest.mark.exhaustive
 def test_float32_stays_and_is_finite():
     with jax.enable_x64(False):
         X32, y32 = X.astype(np.float32), y.astype(np.float32)
@@ -681,6 +687,7 @@ def test_float32_stays_and_is_finite():
 @pytest.mark.parametrize(
     "name", ["plot_forest", "plot_dist", "plot_posterior", "plot_ppc", "plot_ppc_dist", "plot_khat"]
 )
+@pytest.mark.thorough
 def test_arviz_draws_its_figures(fitted, name):
     fitted, _ = fitted
     from matplotlib import pyplot as plt
@@ -789,6 +796,7 @@ def test_without_arviz_the_error_says_how_to_install_it(monkeypatch):
 
 @pytest.mark.once
 @pytest.mark.parametrize("form", ["chevron", "inducing"])
+@pytest.mark.exhaustive
 def test_draws_of_sampled_basis_functions_have_the_covariance_of_the_posterior(form):
     kernel = features.RandomFourier(SquaredExponential(0.7), 20, jax.random.key(5))
 

@@ -749,6 +749,7 @@ def random_sites(seed):
 
 
 @pytest.mark.parametrize("name", ["tied", pytest.param("trained_inducing", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
 def test_past_sites_count_with_the_divergence(name):
     guide, params = at_prior(name, trained_lengthscale, *rows_of(TAIL, X, NOISE, REALS))
     (lambda1, Lambda2), past = random_sites(1), random_sites(2)

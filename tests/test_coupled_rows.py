@@ -141,6 +141,7 @@ def test_one_full_step_reaches_the_exact_posterior_of_gaussian_observations(name
 
 
 @pytest.mark.parametrize("kind", representative(["tied", "whitened"], ["tied"]))
+@pytest.mark.thorough
 def test_sites_in_one_average_and_an_intercept_are_as_in_the_dense_model(kind):
     def model(X):
         f, g = numpyro.sample("f", gp(X)), numpyro.sample("g", gp(X, 0.5))
@@ -215,6 +216,7 @@ def test_the_loss_is_the_expectation_under_joint_draws(name, kind):
 
 
 @pytest.mark.parametrize("kind", ["tied", "whitened"])
+@pytest.mark.exhaustive
 def test_draws_of_another_loss_are_joint_over_the_rows(kind):
     model = model_with(cumulative)
     guide = sgp.AutoTSVGP(model, X[:1]) if kind == "tied" else sgp.AutoSVGP(model, X[:1])

@@ -162,6 +162,7 @@ SUBSETS = np.array(list(itertools.combinations(range(M_GAMMA), 2)))
 
 
 @pytest.mark.parametrize("projected", representative([False, True], [False]))
+@pytest.mark.thorough
 def test_the_estimate_from_rows_averages_to_the_norm_and_its_gradients_to_those_of_the_norm(projected):
     values = {name: jnp.asarray(value) for name, value in VALUES.items()}
     exact = jax.value_and_grad(norms)(values, None, projected)
@@ -171,6 +172,7 @@ def test_the_estimate_from_rows_averages_to_the_norm_and_its_gradients_to_those_
         assert_allclose(np.mean(ours, axis=0), expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.thorough
 def test_only_the_coefficients_of_sampled_rows_have_a_gradient():
     values = {name: jnp.asarray(value) for name, value in VALUES.items()}
     gradient = jax.grad(norms)(values, jnp.array([0, 2]), True)["a"]
@@ -366,6 +368,7 @@ def test_the_orthogonal_optimum_lies_between_titsias_bounds_with_the_covariance_
     assert optimum("orthogonal") < optimum("solve") < both
 
 
+@pytest.mark.exhaustive
 def test_without_a_covariance_basis_the_mean_is_kernel_ridge_regression():
     guide = make("full", False, regression, gamma=X, beta=None)
     svi, state = minimised(guide)
@@ -464,6 +467,7 @@ def test_natural_steps_on_both_blocks_reach_the_optimum_together_and_faster_in_t
     assert_allclose([gap["long"], gap["in turn, long"]], 0.0, atol=1e-7)
 
 
+@pytest.mark.exhaustive
 def test_steps_in_turn_are_steps_one_block_after_the_other():
     guide = make("solve", True, regression)
     params = arbitrary(initial_parameters(regression, guide, X, Y))

@@ -384,6 +384,7 @@ def test_minimax_gradients_of_several_latents_are_those_of_each():
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.exhaustive
 def test_a_gradient_of_hyperparameters_of_weights_makes_one_more_matrix():
     r = 4 * products._SPLIT
     shapes = [jax.ShapeDtypeStruct(shape, np.float64) for shape in ((r,), (r, r), (1, r), (r,))]

@@ -368,6 +368,7 @@ def test_predictions_use_the_average_of_the_coefficients():
     assert_allclose(trajectories[0.4][-1], average, rtol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_a_run_traces_once_and_float32_stays_float32():
     traces = []
 

@@ -377,7 +377,7 @@ MISTAKES = {
     "one site a row, dense, a minibatch of another shape": (
         dense_at_other_shape,
         ValueError,
-        ("7 rows", "shape (3, 2)", "numpyro.subsample", '"tied"'),
+        ("7 rows", "shape (3, 2)", "Give all rows", "inducing inputs takes minibatches"),
     ),
     # Losses.
     "Trace_ELBO": (

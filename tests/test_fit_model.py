@@ -120,6 +120,7 @@ def test_a_count_model_has_its_effects_in_the_joint_posterior_and_ends_where_no_
     assert_allclose(median["effect"], theirs["effect"], atol=0.15)
 
 
+@pytest.mark.thorough
 def test_the_profile_has_the_best_sites_at_given_hyperparameters():
     def model(X, y=None):
         f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(0.5, 4.0), X, 1.0))
@@ -134,6 +135,7 @@ def test_the_profile_has_the_best_sites_at_given_hyperparameters():
 
 
 @pytest.mark.parametrize("over_time", [True, False], ids=["time", "groups"])
+@pytest.mark.exhaustive
 def test_the_best_sites_of_a_joint_posterior_are_found_from_those_of_far_other_hyperparameters(over_time):
     def model(X, group, y=None):
         noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
@@ -227,6 +229,7 @@ def test_a_start_without_a_finite_bound_raises():
         sgp.fit(model, KEY, (X[:10], Y[:10]))
 
 
+@pytest.mark.thorough
 def test_a_model_without_hyperparameters_has_its_exact_posterior():
     def model(X, y=None):
         f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(0.5), X))
@@ -262,6 +265,7 @@ def test_options_of_the_other_kind_are_refused():
 
 
 @pytest.mark.parametrize("rows", [N, pytest.param(23, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
 def test_the_upper_bound_lies_above_the_evidence_and_reaches_it(rows, monkeypatch):
     monkeypatch.setattr(sparse_regression, "_BLOCK", 10)
     for seed in range(10):

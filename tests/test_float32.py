@@ -237,6 +237,7 @@ def test_near_duplicates_half_a_lengthscale_apart_are_right_or_refused_and_count
 
 
 @by_setting
+@pytest.mark.thorough
 def test_an_arbitrary_whitened_posterior_in_float32_is_right_and_so_are_those_that_gradients_lead_to(setting):
     rng = np.random.default_rng(1)
     m, S_sqrt = rng.normal(size=M), 0.5 * np.eye(M) + 0.01 * np.tril(rng.normal(size=(M, M)))
@@ -312,6 +313,7 @@ def waves(X):
 
 @pytest.mark.parametrize("refresh", [1, 20])
 @pytest.mark.parametrize("form", ["natural", "mean"])
+@pytest.mark.exhaustive
 def test_weights_that_the_data_settle_beyond_float32_are_trained_and_the_prior_of_the_others_stays(form, refresh):
     """N k/σ² = 2e9, two hundred times 1/ε: the sum of the prior's precision and the data's has no digit of the former."""
     n, noise = 2000, 2e-3

@@ -86,6 +86,7 @@ def first_sine(X):
 # Covariances.
 
 
+@pytest.mark.thorough
 def test_covariances_of_weighted_sums_are_sums_of_those_of_values(monkeypatch):
     expected = SUMS @ dense(NODES, OTHERS), SUMS @ dense(NODES, NODES) @ SUMS.T
     for together in (sums._TOGETHER, 2 * Q * Q):  # some rows after others, too
@@ -312,6 +313,7 @@ def test_every_posterior_takes_functionals(name):
     assert_allclose(q.covariance(), SUMS @ values.covariance() @ SUMS.T, atol=1e-10)
 
 
+@pytest.mark.thorough
 def test_values_given_slopes_are_those_of_dense_algebra():
     slopes = Derivative(POINTS, DIRECTION)
     data, site = Stack([OTHERS[:1], slopes]), np.append(0.3, y)

@@ -81,6 +81,7 @@ def test_the_process_has_the_guides_posterior_at_any_inputs(name):
 
 
 @pytest.mark.once
+@pytest.mark.thorough
 def test_the_process_goes_through_jit_vmap_and_pickle():
     guide = GUIDES["tied"](hierarchical, Z)
     params = arbitrary_parameters(hierarchical, guide, X, y)
@@ -117,6 +118,7 @@ def test_function_draws_have_the_mean_and_covariance_of_the_posterior(name):
 
 
 @pytest.mark.once
+@pytest.mark.thorough
 def test_function_draws_are_the_same_functions_at_every_call_and_differ_from_each_other():
     guide = GUIDES["tied"](hierarchical, Z)
     params = arbitrary_parameters(hierarchical, guide, X, y)
@@ -182,6 +184,7 @@ def kernel_each(X, Y=None):
     ("model", "name"),
     representative([(shared_kernel, "whitened"), (kernel_each, "dense")], [(kernel_each, "dense")]),
 )
+@pytest.mark.exhaustive
 def test_latents_of_a_batch_are_drawn_independently_each_with_its_own_moments(model, name):
     guide = GUIDES[name](model, Z)
     params = arbitrary_parameters(model, guide, X, RNG.normal(size=(C, N)))

@@ -188,6 +188,7 @@ def test_a_process_knows_what_is_there(form):
     assert_allclose(process.posterior(X_NEW).variance, expected.variance, rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_functions_know_what_is_there():
     pair = Pair("solve")
     expected = pair.fixed.posterior(jax.random.key(0), pair.params, X_NEW, None)["f"]
@@ -365,6 +366,7 @@ def test_a_run_of_plain_steps_with_particles_moves_the_inputs_that_are_there():
     assert_array_equal(np.asarray(params["f_auto_a"].values)[3:], 0.0)
 
 
+@pytest.mark.thorough
 def test_minibatches_checkpoints_and_the_count_of_refused_steps(tmp_path):
     model, _ = fixed_hyperparameters()
     guide = sgp.AutoSVGP(model, partial(sgp.growing, capacity=30), natural=True)

@@ -56,6 +56,7 @@ def test_greedy_rows_are_those_of_the_dense_conditional_variance():
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.exhaustive
 def test_greedy_rows_explain_more_one_by_one_and_more_than_random_rows_once_they_cover_the_data():
     X = np.random.default_rng(1).uniform(-1.2, 1.2, size=(200, D))
     numbers = (1, 2, 5, 10, 20, 40)

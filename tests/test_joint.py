@@ -290,6 +290,7 @@ def test_effects_times_their_scale_have_the_posterior_of_centred_ones():
 
 
 @pytest.mark.parametrize("kind", representative(["noise", "elsewhere", "by_group"], ["noise", "elsewhere"]))
+@pytest.mark.exhaustive
 def test_a_scale_that_terms_know_otherwise_stays_a_member(kind):
     def model():
         tau = numpyro.sample("tau", dist.HalfNormal(1.0).expand([3 if kind == "by_group" else 1]).to_event(1))
@@ -359,6 +360,7 @@ def test_members_are_what_meets_in_a_term(model, expected):
         assert [(each.sites, each.latents, each.gaussian) for each in found] == groups
 
 
+@pytest.mark.exhaustive
 def test_a_gp_inside_a_gp_is_not_joint_and_latents_stay_with_the_base_guide():
     guide = sgp.AutoTSVGP(deep, {"f": Z, "g": np.linspace(-2.0, 2.0, 5)[:, None]})
     trace = handlers.trace(handlers.seed(guide, 0)).get_trace()
@@ -400,6 +402,7 @@ def test_a_guide_is_initialised_again_with_the_same_members():
     assert first.keys() == second.keys()
 
 
+@pytest.mark.exhaustive
 def test_names_choose_members():
     guide = sgp.AutoTSVGP(poisson, Z, joint=("f", "a"))
     _, result = fitted(poisson, guide, 3, 0.5)
@@ -534,6 +537,7 @@ def test_minibatches_ask_for_the_whole_direction_on_average():
     ("likelihood", "joint"),
     [("count", "auto"), *(pytest.param(*each, marks=pytest.mark.thorough) for each in MISSING)],
 )
+@pytest.mark.thorough
 def test_missing_outcomes_are_left_out_of_the_bound_and_drawn_at_prediction(likelihood, joint):
     seen = jnp.asarray(np.arange(N) % 4 > 0)
     y = COUNTS if likelihood == "count" else np.where(seen, REALS, np.nan)
@@ -591,6 +595,7 @@ def test_inducing_inputs_can_be_trained():
     assert result.losses[-1] < fixed.losses[-1]
 
 
+@pytest.mark.exhaustive
 def test_float32_stays_float32():
     with jax.enable_x64(False):
 

@@ -104,6 +104,7 @@ def exact(C, residual):
 
 
 @pytest.mark.parametrize("form", ["eliminated", pytest.param("dense block", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
 def test_sums_of_gps_and_effects_have_the_densities_of_dense_algebra(form, monkeypatch):
     if form == "dense block":
         monkeypatch.setattr(members, "_FEWEST_EFFECTS", 10**6)
@@ -212,6 +213,7 @@ def test_a_process_may_be_in_the_noise_of_all_outputs():
     np.testing.assert_allclose(*ends, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_data_that_depend_on_other_rows_have_no_cavities():
     def model():
         a = numpyro.sample("a", dist.Normal())

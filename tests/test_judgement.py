@@ -225,6 +225,7 @@ def test_cavities_of_banana_are_within_a_twentieth_of_a_nat_of_fitting_again():
 
 
 @pytest.mark.once
+@pytest.mark.thorough
 def test_draws_of_the_hyperparameters_are_weighted_as_if_the_datum_had_not_been_seen():
     def model(X, y=None):
         lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-0.2, 0.3))
@@ -274,6 +275,7 @@ def three_latents(X, y=None, noise=NOISE):
 @pytest.mark.once
 @pytest.mark.parametrize("noise", [NOISE, 0.05])
 @pytest.mark.parametrize("model", [two_latents, three_latents], ids=["product grid", "draws"])
+@pytest.mark.exhaustive
 def test_each_latent_of_a_datum_has_its_own_cavity(model, noise):
     model = partial(model, noise=noise)
     svi, result = fitted(model, sgp.AutoTSVGP(model, Z, joint=False), X, y, steps=30, step_size=0.5)
@@ -326,6 +328,7 @@ OTHER_BASES = {
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", OTHER_BASES)
+@pytest.mark.exhaustive
 def test_posteriors_whose_mean_has_a_basis_of_its_own_are_refused(name):
     svi = SVI(normal, OTHER_BASES[name](normal), optax.sgd(0.0), sgp.QuadratureELBO())
     params = svi.get_params(svi.init(jax.random.key(0), X, y))
@@ -482,6 +485,7 @@ def test_ratios_that_are_the_same_have_even_weights_beside_others():
 
 
 @pytest.mark.once
+@pytest.mark.exhaustive
 def test_point_estimates_count_by_their_prior_density():
     guide = sgp.AutoTSVGP(hierarchical, Z, base=AutoDelta)
     svi, result = fitted(hierarchical, guide, X, counts, steps=20)
@@ -618,6 +622,7 @@ class Distorted(Messenger):
     [(0.0, 1.0, True, True), (1.0, 1.0, False, False), (0.0, 0.25, True, False)],
     ids=["right", "shifted", "too narrow"],
 )
+@pytest.mark.thorough
 def test_vsbc_sees_a_shift_and_its_probabilities_a_wrong_width_in_gps_and_other_latents(
     shift, scale, symmetric, uniform
 ):

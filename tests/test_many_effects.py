@@ -96,6 +96,7 @@ def exact():
 
 
 @pytest.mark.parametrize("form", ["tied", pytest.param("natural", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
 def test_one_full_step_reaches_the_exact_posterior_of_all_effects(form):
     guide = FORMS[form](gaussian, X)
     _, result = fitted(gaussian, guide, 2, 1.0)

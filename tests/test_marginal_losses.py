@@ -421,6 +421,7 @@ def with_gradient(form, model, X, Y, **keywords):
 
 
 @pytest.mark.parametrize("form", LOSSES)
+@pytest.mark.exhaustive
 def test_a_scale_of_the_whole_model_scales_the_loss(form):
     rows = slice(0, 3)
     plain = with_gradient(form, trained, X[rows], Y[rows], num_data=N)
@@ -429,6 +430,7 @@ def test_a_scale_of_the_whole_model_scales_the_loss(form):
 
 
 @pytest.mark.parametrize("form", LOSSES)
+@pytest.mark.exhaustive
 def test_rows_in_single_precision_go_with_parameters_in_double_precision(form):
     def mixed(X, y=None):
         kernel = features.FeatureMap(network, W.astype(np.float32), variance=positive("variance", 1.3))

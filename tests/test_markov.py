@@ -15,8 +15,9 @@ import pytest
 
 import numpyro_sgp as sgp
 from numpyro_sgp.kernels import Constant, Cosine, Linear, Matern12, Matern32, Matern52, Periodic
-from numpyro_sgp.posteriors.markov.formulas import smoothed, smoothing_draws
+from numpyro_sgp.posteriors.markov.formulas import smoothed
 from numpyro_sgp.posteriors.markov.state_space import state_space_of
+from numpyro_sgp.posteriors.markov.timeline import Timeline
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
 
@@ -216,6 +217,7 @@ def test_several_functions_with_hyperparameters_of_their_own():
         assert_allclose(q.covariance()[n], S, atol=1e-9)
 
 
+@pytest.mark.exhaustive
 def test_masked_outcomes_say_nothing():
     def masked(t, y, seen):
         f = numpyro.sample("f", sgp.GaussianProcess(Matern32(0.7), t))
@@ -265,10 +267,14 @@ def test_draws_of_products_and_of_several_functions():
 
 
 def test_draws_where_a_site_has_a_negative_precision_are_nan():
-    space, ones = state_space_of(Matern32(1.0), jnp.float64, 1), jnp.ones(3)
-    noise = jnp.ones(2), jnp.ones((3, space.noise_root(ones).shape[-1])), ones
-    assert np.all(np.isfinite(smoothing_draws(space, ones, ones, ones, noise)))
-    assert np.any(np.isnan(smoothing_draws(space, ones, ones, jnp.asarray([1.0, -0.1, 1.0]), noise)))
+    ones, order = jnp.ones(3), jnp.arange(3)
+    line = Timeline(state_space_of(Matern32(1.0), jnp.float64, 1), ones, order, order, parallel=False)
+
+    def draws(precision):
+        return line.covariance(ones, precision).draw_deviations(jax.random.key(0), (2, 3))
+
+    assert np.all(np.isfinite(draws(ones)))
+    assert np.any(np.isnan(draws(jnp.asarray([1.0, -0.1, 1.0]))))
 
 
 @pytest.mark.thorough
@@ -345,6 +351,7 @@ def test_a_step_has_no_matrix_of_all_times_and_memory_in_proportion_to_them():
     assert sizes[40_000] < 8 * 1000
 
 
+@pytest.mark.thorough
 def test_steps_are_traced_once():
     count = []
 

@@ -72,6 +72,7 @@ def dense(model):
 @pytest.mark.parametrize(
     "kind", [pytest.param(sgp.AutoMarkovGP, marks=pytest.mark.thorough), dense], ids=["time", "dense"]
 )
+@pytest.mark.thorough
 def test_one_step_is_the_exact_posterior_for_gaussian_noise(kind):
     y = RNG.normal(size=N) + 0.7 + W @ [0.5, -1.0]
     guide = kind(gaussian)
@@ -134,6 +135,7 @@ def test_predictions_are_those_of_one_kernel_with_the_effects(runs):
     assert np.max(np.abs(np.cov(draws.T) - q.covariance()) / np.outer(sd, sd)) < 0.1
 
 
+@pytest.mark.thorough
 def test_functions_are_drawn_from_the_dense_posterior_given_draws_of_the_effects():
     guide = dense(counts)
     _, result = trained(guide, counts, num_steps=15)
@@ -222,6 +224,7 @@ def test_every_model_has_the_joint_posterior_over_inducing_inputs_at_all_times(m
         assert_allclose(value, other_quantiles[name], atol=1e-7, err_msg=name)
 
 
+@pytest.mark.thorough
 def test_independent_effects_can_be_asked_for():
     guide = sgp.AutoMarkovGP(counts, joint=False)
     _, result = trained(guide, counts)
@@ -229,6 +232,7 @@ def test_independent_effects_can_be_asked_for():
     assert "level_auto_loc" in result.params
 
 
+@pytest.mark.thorough
 def test_rows_of_other_times_are_refused():
     guide = sgp.AutoMarkovGP(counts)
     svi = SVI(counts, guide, sgp.NaturalGradient(0.5), sgp.QuadratureELBO())

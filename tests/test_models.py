@@ -118,6 +118,7 @@ def test_as_many_classes_as_rows_are_classes():
 
 @pytest.mark.once
 @each_kind
+@pytest.mark.thorough
 def test_a_batch_of_kernels_gives_the_sum_of_the_bounds_of_each_kernel(name):
     lengthscales, variances = np.array([[0.5], [1.0], [2.0]]), np.array([0.3, 1.0, 2.0])
 
@@ -268,6 +269,7 @@ OTHER_LATENTS = ("noise", "intercept", "effect", "lengthscale")
 
 @pytest.mark.once
 @two_guides
+@pytest.mark.exhaustive
 def test_with_point_estimates_of_other_latents_the_bound_is_the_closed_form(name):
     guide = GUIDES[name](with_other_latents, Z, base=AutoDelta)
     params = arbitrary_parameters(with_other_latents, guide, X, y)
@@ -321,6 +323,7 @@ def test_a_guide_function_of_the_user_is_a_base_like_the_autoguide_it_imitates()
 
 
 @pytest.mark.once
+@pytest.mark.exhaustive
 def test_an_autoguide_made_by_the_user_is_a_base_like_its_class():
     made = AutoNormal(handlers.block(with_other_latents, hide=["f"]))
     by_instance = FACTORISED["tied"](with_other_latents, Z, base=made)
@@ -787,6 +790,7 @@ def test_scoping_the_model_only_renames(name):
 
 @pytest.mark.once
 @two_guides
+@pytest.mark.exhaustive
 def test_two_scopes_one_of_them_nested_have_functions_at_their_own_parameters(name):
     def model(X, y=None):
         with handlers.scope(prefix="one"):
@@ -867,6 +871,7 @@ def deep(X, y=None):
 
 @pytest.mark.once
 @two_guides
+@pytest.mark.thorough
 def test_a_two_layer_deep_gp_trains_and_predicts_its_data(name):
     rng = np.random.default_rng(5)
     inputs = np.linspace(-2.0, 2.0, 12)[:, None]
@@ -909,6 +914,7 @@ def plain_run():
         yield svi, svi.run(jax.random.key(0), 6, X, y, progress_bar=False)
 
 
+@pytest.mark.exhaustive
 def test_stable_update_changes_no_number(plain_run):
     svi, result = plain_run
     stable = svi.run(jax.random.key(0), 6, X, y, progress_bar=False, stable_update=True)

@@ -99,6 +99,7 @@ def test_every_guide_with_inducing_variables_takes_them(name):
         assert_allclose(loss, loss_at(params, model, points, X, Y), rtol=1e-9)
 
 
+@pytest.mark.exhaustive
 def test_training_the_scales_improves_the_bound_where_inducing_inputs_are_few():
     x = np.linspace(-3.0, 3.0, 60)[:, None]
     y = np.sin(2.0 * x[:, 0])

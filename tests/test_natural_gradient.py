@@ -433,6 +433,7 @@ def test_the_step_size_schedule_is_used_one_value_for_each_update():
 @pytest.mark.once
 @pytest.mark.parametrize("steps", [(2, 3), (2, 0), (0, 2)])
 @pytest.mark.usefixtures("x64")
+@pytest.mark.exhaustive
 def test_a_schedule_of_steps_is_the_loop_written_out(steps):
     model, guide, y, params = set_up("tied", "student_t_with_outliers")
     rate, others = 0.3, optax.adam(1e-2)
@@ -510,6 +511,7 @@ def test_natural_gradients_do_not_warn(options):
 @pytest.mark.once
 @pytest.mark.filterwarnings("ignore:The natural parameters:UserWarning")
 @pytest.mark.usefixtures("x64")
+@pytest.mark.thorough
 def test_the_gradient_of_natural_parameters_is_the_true_one_in_both_modes_and_has_a_hessian():
     model, guide, y, params = set_up("tied", "poisson")
     start = jnp.asarray(params["f_auto_sites"].lambda1)

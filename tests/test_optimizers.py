@@ -63,6 +63,7 @@ KINDS = ["natural", "growing", "dual", "rows", "adversarial"]
 
 
 @pytest.mark.parametrize("kind", representative([*KINDS, "per_datum", "dense", "held"], ["dual", "growing"]))
+@pytest.mark.thorough
 def test_a_fresh_state_can_be_donated(kind):
     svi = svi_of(kind)
     wanted, loss = jax.jit(svi.update)(svi.init(jax.random.key(0), X, Y), X, Y)
@@ -72,6 +73,7 @@ def test_a_fresh_state_can_be_donated(kind):
     assert_allclose(again, jax.jit(svi.update)(wanted, X, Y)[1], rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_what_the_caller_gave_outlives_a_donated_state():
     inducing, inputs = jnp.asarray(Z), jnp.asarray(X)
     for guide in (sgp.AutoTSVGP(model, inducing), sgp.AutoTSVGP(model, inducing, sites="per_datum")):
@@ -224,6 +226,7 @@ def test_steps_are_those_of_the_loss_without_its_scale(kind):
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.exhaustive
 def test_sites_of_a_latent_that_is_masked_stay_and_those_of_others_move_with_the_inducing_inputs():
     inputs, outcomes = X.astype(float), np.stack([Y, -Y]).astype(float)
 

@@ -396,6 +396,7 @@ def test_predicting_elsewhere_does_not_change_what_a_guide_trains_on():
 
 
 @pytest.mark.once
+@pytest.mark.exhaustive
 def test_a_compiled_init_leaves_no_tracer_where_prediction_meets_it():
     guide = FACTORISED["tied"](continuous, Z)
     svi = SVI(continuous, guide, optimizer("tied"), sgp.QuadratureELBO())
@@ -408,6 +409,7 @@ def test_a_compiled_init_leaves_no_tracer_where_prediction_meets_it():
 
 
 @pytest.mark.once
+@pytest.mark.thorough
 def test_no_tracer_leaks_from_a_step_or_a_posterior():
     guide = GUIDES["tied"](plain, Z)
     svi = SVI(plain, guide, optimizer("tied"), sgp.QuadratureELBO(num_nodes=2))
@@ -420,6 +422,7 @@ def test_no_tracer_leaks_from_a_step_or_a_posterior():
     assert_allclose(mean, X_new[:, 0], rtol=1e-10)  # the start is the prior
 
 
+@pytest.mark.exhaustive
 def test_keys_of_either_kind_are_taken():
     def deep(X, y=None):
         f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(0.8), X))

@@ -374,6 +374,7 @@ def test_with_a_gaussian_likelihood_losses_and_gradients_average_to_those_of_the
 @pytest.mark.parametrize(
     ("form", "likelihood"), [("covariance of inducing variables", "logistic"), ("mean-field", "laplace")]
 )
+@pytest.mark.thorough
 def test_with_another_likelihood_the_loss_bounds_the_dense_one_and_equals_it_with_all_functions(form, likelihood):
     _, (value, _, _), sampled = enumerated("fourier", form, likelihood)
     assert np.mean(sampled[0]) > value + 1e-3

@@ -81,6 +81,7 @@ def test_what_is_tracked_is_its_recomputation_after_ten_thousand_steps(trained):
     assert sgp.num_refused(result.state) == 0
 
 
+@pytest.mark.thorough
 def test_a_step_touches_the_sampled_rows_only_and_is_adagrad_with_their_gradients():
     svi = svi_of(0.1)
     state = svi.init(jax.random.key(0), X, Y)

@@ -143,6 +143,7 @@ def test_counts_have_the_posterior_of_inducing_inputs_at_all_pairs(runs):
     assert_allclose(q.covariance(), exact.covariance(), atol=1e-8)
 
 
+@pytest.mark.thorough
 def test_hyperparameters_have_the_gradient_of_the_dense_bound(runs):
     found = []
     for _, svi, result in runs:
@@ -193,6 +194,7 @@ def fits(name):
         yield guide, svi, result, q
 
 
+@pytest.mark.thorough
 def test_counts_with_latents_beside_f_have_the_joint_posterior_of_inducing_inputs_at_all_pairs():
     (_, _, own, q), (_, _, other, exact) = fits("counts")
     assert_allclose(own.losses, other.losses, rtol=1e-8)
@@ -270,6 +272,7 @@ def test_diagnostics_are_those_of_inducing_inputs_at_all_pairs():
     assert_allclose(found[0][0].std(), found[1][0].std(), rtol=0.3)
 
 
+@pytest.mark.thorough
 def test_sums_of_products_have_the_places_of_each():
     """The sum of independent functions, each with inducing values of its own at all pairs."""
     trend, map_of, both = Select(Matern32(2.0), [0]), Select(Matern32(0.9), [1, 2]), kernel_of()
@@ -363,6 +366,7 @@ def test_places_are_a_matrix_and_associative_scans_have_none():
         sgp.AutoMarkovGP(counts, space=Z, parallel=True)
 
 
+@pytest.mark.thorough
 def test_other_rows_are_refused_in_training():
     svi = SVI(counts, sgp.AutoMarkovGP(counts, space=Z), sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
     state = svi.init(jax.random.key(0), X, COUNTS)

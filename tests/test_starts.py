@@ -212,6 +212,7 @@ def test_a_latent_starts_near_the_median_given_where_its_parents_start():
     assert_allclose(start["x_auto_loc"], start["centre_auto_loc"], atol=5.0 * DISTANCE * 0.02)
 
 
+@pytest.mark.exhaustive
 def test_weights_of_a_network_start_at_a_draw_of_their_prior():
     eqx = pytest.importorskip("equinox")
     from numpyro.contrib.module import random_eqx_module
@@ -243,6 +244,7 @@ def test_latents_inside_a_scan_start_near_their_medians():
     assert_allclose(first_params(model, Y)["x_auto_loc"], 1.0 + np.arange(N), atol=0.8)
 
 
+@pytest.mark.thorough
 def test_starts_follow_from_the_key_also_within_jit():
     svi = SVI(in_a_plate, sgp.AutoTSVGP(in_a_plate, Z), sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
     init = jax.jit(lambda key: svi.get_params(svi.init(key, MEASURED, Y)))
@@ -297,6 +299,7 @@ def test_a_start_with_no_density_is_left_for_others():
     assert first_params(model, Y)["x_auto_loc"] > 0.8
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_is_symmetric_in_its_latents_is_learnt_from_there():
     rng = np.random.default_rng(1)
     angle = rng.uniform(-2.0, 2.0, 40)

@@ -138,6 +138,7 @@ def test_with_a_memory_of_everything_a_step_is_that_of_the_batch_with_all_rows()
     np.testing.assert_allclose(at_new(svi, found), at_new(svi, expected), atol=1e-8)
 
 
+@pytest.mark.thorough
 def test_the_memory_stands_for_what_the_past_does_not_know_of():
     """The gradient is that of the past, the rows, and −½ w Σ_m {[(y_m − m_m)² + T_m²]/σ² + log(1 + r_m/σ²)} at fixed m and T."""
     svi = svi_of(learned, others=optax.sgd(1e-3))
@@ -230,6 +231,7 @@ def test_sites_at_inducing_inputs_that_are_dropped_are_functions_of_the_others()
         np.testing.assert_allclose(sites.Lambda2, B.T @ old.Lambda2 @ B, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.thorough
 def test_inducing_inputs_follow_the_data_and_grow_in_number():
     order = np.argsort(X[:, 0])
     svi = svi_of(fixed, Z=X[order[:4]])
@@ -271,6 +273,7 @@ def test_inducing_inputs_are_centres_of_all_rows_while_the_memory_holds_these():
     assert M - np.ceil(M * (len(X) - 24) / len(X)) <= np.isin(later, inducing).sum()
 
 
+@pytest.mark.exhaustive
 def test_fitted_parameters_go_on_as_the_past():
     svi = svi_of(fixed)
     fitted = svi.run(jax.random.key(0), 1, X[:12], y[:12], progress_bar=False).params
@@ -311,6 +314,7 @@ def test_no_batch_after_the_memory_is_full_traces_the_model_again():
     assert len(runs) == before
 
 
+@pytest.mark.exhaustive
 def test_rows_that_are_no_numbers_raise_and_leave_the_state():
     svi = svi_of(fixed)
     stream, state, _ = streamed(svi, (X, y), BATCHES[:2], memory=2)

@@ -153,6 +153,7 @@ def both(x64):
 
 
 @pytest.mark.once
+@pytest.mark.thorough
 def test_the_loss_and_everything_on_request_are_those_of_dense_matrices(both):
     results = []
     for guide, svi, params in both:

@@ -179,6 +179,7 @@ GROUP = np.array([0, 1, 0, 1, 1, 0, 0])
 
 
 @pytest.mark.parametrize("name", ["tied", "natural"])
+@pytest.mark.thorough
 def test_a_joint_posterior_reaches_the_tighter_bound_of_all_its_members(name):
     def model():
         f = site()
@@ -215,6 +216,7 @@ def test_a_noise_scale_with_nodes_has_the_gain_at_each_of_them():
     assert_allclose(tight - loose, 1.5 * weights @ np.sum(x - np.log(1.0 + x), axis=1), rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_latents_beside_counts_have_no_gain():
     def model():
         f = site()

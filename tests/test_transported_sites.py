@@ -102,6 +102,7 @@ def bounds(guide, steps=40):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_tied_sites_follow_per_datum_sites_while_inducing_inputs_move():
     Z = np.linspace(-0.5, 0.5, M)[:, None]  # a bad start: the inputs have to travel
     sums, params = bounds(sgp.AutoTSVGP(model, Z, learn_inducing=True))

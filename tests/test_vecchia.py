@@ -74,6 +74,7 @@ def test_few_rows_have_few_neighbours():
     assert_array_equal(nearest(X[:0], NEW[:2], 2), np.full((2, 2), -1))
 
 
+@pytest.mark.exhaustive
 def test_inputs_that_are_no_numbers_are_seen_in_the_posterior():
     guide = sgp.AutoVecchiaGP(with_effects, joint=False)
     svi = SVI(with_effects, guide, sgp.NaturalGradient(0.5), sgp.QuadratureELBO())

@@ -190,13 +190,11 @@ class _Ratios:
         covariance = q.moments.covariance
         assert covariance is not None
         if covariance.num_noise is None:  # the values at X are u
-            rest, variance = covariance.unexplained(q.kernel(q.prior.X)), jnp.zeros_like(q.moments.mean)
-            if rest is None:
-                f = q.sample(rng_key) - q.prior.prior_mean
-            else:  # or what the sites see of these
-                parts = covariance.draw_parts(rng_key, q.batch_shape + q.event_shape)
-                assert parts is not None
-                f, variance = q.moments.mean + parts[0], rest
+            # Or what the sites see of these.
+            parts = covariance.draw_parts(rng_key, q.batch_shape + q.event_shape)
+            f = q.sample(rng_key) - q.prior.prior_mean if parts is None else q.moments.mean + parts[0]
+            rest = covariance.unexplained(q.kernel(q.prior.X))
+            variance = jnp.zeros_like(f) if rest is None else rest
             ratio = log_ratio_dense(self.values[f"{site}_{self.guide.prefix}_sites"], q, f + q.prior.prior_mean)
             given = q.moments._replace(mean=f, variance=variance, kl=ratio)
         else:

@@ -171,7 +171,8 @@ class AbstractRowFamily(AbstractPosteriorFamily):
         if sites.X.shape != prior.X.shape:
             msg = (
                 f"`{type(self).__name__}` holds one site for each of the {sites.X.shape[0]} rows given at "
-                f"initialisation; a training step came with X of shape {prior.X.shape}. Give all rows at every step."
+                f"initialisation; a training step came with X of shape {prior.X.shape}. Give all rows at every step. "
+                "`AutoTSVGP` with inducing inputs takes minibatches."
             )
             raise ValueError(msg)
 

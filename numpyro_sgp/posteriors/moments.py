@@ -13,8 +13,8 @@ from jax.typing import ArrayLike
 
 from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.inducing import AbstractInducing
-from numpyro_sgp.math.linalg import root_of, with_jitter
-from numpyro_sgp.math.products import matmul, matvec_transposed
+from numpyro_sgp.math.linalg import cholesky, root_of, with_jitter
+from numpyro_sgp.math.products import matmul, matvec, matvec_transposed
 from numpyro_sgp.posteriors.natural_parameters import AbstractSites, Past, Perturbed, perturb_kl, perturb_marginals
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Moments",
     "Projection",
     "Roots",
+    "draw_given_inducing",
     "frozen",
     "given_tangents",
     "joined",
@@ -88,6 +89,11 @@ class AbstractDenseCovariance(AbstractCovariance):
     """
 
     @property
+    def sees_all(self) -> bool:
+        """Whether sites see all of f, so that `of_inducing` is None."""
+        return True
+
+    @property
     def num_noise(self) -> None:
         return None
 
@@ -107,6 +113,32 @@ class AbstractDenseCovariance(AbstractCovariance):
     def draw_parts(self, rng_key: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
         deviations = self.draw_deviations(rng_key, shape)
         return deviations, jnp.zeros_like(deviations)
+
+
+def draw_given_inducing(
+    covariance: AbstractCovariance,
+    kernel: Callable,
+    X: Any,
+    jitter: ArrayLike,
+    rng_key: Array,
+    shape: tuple[int, ...],
+) -> Array:
+    """Joint draws of f − E[f | u], (..., N), by a matrix of all rows.
+
+    Args:
+        covariance: of the posterior.
+        kernel: the prior's.
+        X: rows, (N, D).
+        jitter: added to the covariance, which may be singular, relative to the mean prior variance.
+        rng_key: a key.
+        shape: (..., N).
+    """
+    K, kff = kernel(X, X), kernel(X)
+    index = jnp.arange(K.shape[-1])
+    K = covariance.given_inducing(K.at[..., index, index].set(kff))
+    scale = jnp.mean(kff, axis=-1)[..., None, None]
+    L = cholesky(K + jitter * scale * jnp.eye(K.shape[-1], dtype=K.dtype))
+    return matvec(L, jax.random.normal(rng_key, shape, K.dtype))
 
 
 @jax.tree_util.register_dataclass

@@ -14,37 +14,16 @@ from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.sparse_regression import RegressionPosterior, started_sites
 from numpyro_sgp.kernels.functional import same_rows
-from numpyro_sgp.math.linalg import cholesky
-from numpyro_sgp.math.products import matmul, matvec
+from numpyro_sgp.math.products import matmul
 from numpyro_sgp.posteriors.dual.formulas import dense_explained, dual_dense
 from numpyro_sgp.posteriors.family import AbstractRowFamily
 from numpyro_sgp.posteriors.joint.by_rows import AbstractRows, GivenSeveral
-from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, Moments, perturbed_moments
+from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, Moments, draw_given_inducing, perturbed_moments
 from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed, RowSites
 from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
 from numpyro_sgp.posteriors.process import AbstractProcess, dense_process
 
-__all__ = ["Dense", "at_own_rows"]
-
-
-def at_own_rows(sites: DatumSites, prior: GaussianProcess, M: Array) -> Array:
-    """`M`, evaluated at the prior's X in the place of the sites' X: NaN if the two are not the same rows.
-
-    Raises:
-        ValueError: another number of rows.
-    """
-    _check_number(sites, prior)
-    return jnp.where(same_rows(sites.X, prior.X), M, jnp.nan)
-
-
-def _check_number(sites: Any, prior: GaussianProcess) -> None:
-    if sites.X.shape != prior.X.shape:
-        msg = (
-            f'`sites="per_datum"` holds one site for each of the {sites.X.shape[0]} rows of X given at initialisation; '
-            f"a training step came with X of shape {prior.X.shape}. Give the whole X at every step (subsample inside "
-            'the model with `numpyro.subsample`), or use `sites="tied"` for minibatches.'
-        )
-        raise ValueError(msg)
+__all__ = ["Dense"]
 
 
 @jax.tree_util.register_dataclass
@@ -111,10 +90,7 @@ class DenseCovariance(AbstractDenseCovariance):
         return Kff - matmul(self.A.T, self.A)
 
     def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
-        K, kff = self.kernel(self.X, self.X), self.kernel(self.X)
-        rounding = self.jitter * jnp.mean(kff) * jnp.eye(len(kff), dtype=kff.dtype)
-        L = cholesky(self.given_inducing(K) + rounding)
-        return matvec(L, jax.random.normal(rng_key, shape, kff.dtype))
+        return draw_given_inducing(self, self.kernel, self.X, self.jitter, rng_key, shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +118,9 @@ class Dense(AbstractRowFamily):
         if not isinstance(value, Perturbed):
             K, Kxf = kernel(sites.fixed_X, sites.fixed_X), kernel(sites.fixed_X, prior.X)
             return dual_dense(sites.lambda1, sites.Lambda2, K, Kxf, kff)
-        K = at_own_rows(sites, prior, kernel(prior.X, prior.X))
+        self.check_rows(prior, sites)
+        # Other rows, or another order of them, have no site here: the step is refused.
+        K = jnp.where(same_rows(sites.X, prior.X), kernel(prior.X, prior.X), jnp.nan)
         return perturbed_moments(value, None, dual_dense(sites.lambda1, sites.Lambda2, K, K, kff))
 
     def updated(self, fitted: FittedParameters, q: SparsePosterior, linear: Array, precision: Array) -> dict[str, Any]:
@@ -154,9 +132,6 @@ class Dense(AbstractRowFamily):
 
     def check_prior(self, prior: GaussianProcess) -> None:
         del prior  # any kernel, at any inputs or functionals
-
-    def check_rows(self, prior: GaussianProcess, sites: Any) -> None:
-        _check_number(sites, prior)
 
     def row_sites(self, num_latents: int, X: Array) -> RowSites:
         return RowSites.zeros(num_latents, X)

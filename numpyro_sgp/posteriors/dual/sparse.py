@@ -13,9 +13,9 @@ from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.sparse_regression import RegressionPosterior, started_sites
 from numpyro_sgp.inducing import AbstractInducing
+from numpyro_sgp.kernels.functional import same_rows
 from numpyro_sgp.math.linalg import solve_lower, with_jitter
 from numpyro_sgp.math.products import matmul, matvec
-from numpyro_sgp.posteriors.dual.dense import at_own_rows
 from numpyro_sgp.posteriors.dual.formulas import dual_per_datum, natural_mean_and_root
 from numpyro_sgp.posteriors.dual.tied import shared_covariance, tied, tied_mean_and_root
 from numpyro_sgp.posteriors.family import (
@@ -33,6 +33,18 @@ from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed, Tie
 from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
 
 __all__ = ["SparseDual"]
+
+
+def _at_own_rows(sites: DatumSites, prior: GaussianProcess, M: Array) -> Array:
+    """`M`, evaluated at the prior's X in the place of the sites' X: NaN if the two are not the same rows."""
+    if sites.X.shape != prior.X.shape:
+        msg = (
+            f'`sites="per_datum"` holds one site for each of the {sites.X.shape[0]} rows of X given at initialisation; '
+            f"a training step came with X of shape {prior.X.shape}. Give the whole X at every step (subsample inside "
+            'the model with `numpyro.subsample`), or use `sites="tied"` for minibatches.'
+        )
+        raise ValueError(msg)
+    return jnp.where(same_rows(sites.X, prior.X), M, jnp.nan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +154,7 @@ class SparseDual(AbstractPosteriorFamily):
         L, _, A, kff = project(inducing, kernel, prior.X, jitter)
         if isinstance(value, Perturbed):
             sites = value_of(value)
-            q = dual_per_datum(sites.lambda1, sites.Lambda2, at_own_rows(sites, prior, A), A, kff)
+            q = dual_per_datum(sites.lambda1, sites.Lambda2, _at_own_rows(sites, prior, A), A, kff)
             return perturbed_moments(value, None, q)
         A_sites = solve_lower(L, inducing.Kuf(kernel, value.fixed_X))
         return dual_per_datum(value.lambda1, value.Lambda2, A_sites, A, kff)

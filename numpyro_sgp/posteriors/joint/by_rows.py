@@ -108,9 +108,13 @@ class JointCovariance(AbstractDenseCovariance):
     given_latents: AbstractDenseCovariance
     T: Array
 
+    @property
+    def sees_all(self) -> bool:
+        return self.given_latents.sees_all
+
     def given_inducing(self, Kff: Array) -> Array:
         K = self.given_latents.given_inducing(Kff)
-        return K + self._of_latents() if self.given_latents.of_inducing() is None else K
+        return K + self._of_latents() if self.sees_all else K
 
     def of_inducing(self) -> Array | None:
         K = self.given_latents.of_inducing()

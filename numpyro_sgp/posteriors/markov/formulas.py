@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from numpyro_sgp.math.products import matmul, matvec
 from numpyro_sgp.posteriors.markov.state_space import AbstractStateSpace
 
-__all__ = ["Smoothed", "smoothed", "smoothing_draws", "two_passes"]
+__all__ = ["Smoothed", "prior_draws", "smoothed", "two_passes"]
 
 
 @jax.tree_util.register_dataclass
@@ -314,19 +314,15 @@ def _smoothed_in_parallel(
     return Smoothed(mean, variance, jnp.sum(log_z, axis=0))
 
 
-def smoothing_draws(
-    model: AbstractStateSpace, interval: Array, lambda1: Array, precision: Array, noise: tuple[Array, Array, Array]
-) -> Array:
-    """Joint draws of f at all times, (..., N): a draw of the prior, corrected by the smoother (Matheron's rule).
+def prior_draws(model: AbstractStateSpace, interval: Array, noise: tuple[Array, Array]) -> Array:
+    """Joint draws of f at all times under the prior, (..., N).
 
     Args:
         model: the process.
         interval: from the time before, (N,).
-        lambda1: λ₁, (..., N).
-        precision: w, (..., N); the draws are NaN where one is negative.
-        noise: standard normal numbers for the first state, (..., d), its steps, (..., N, k), and the sites, (..., N).
+        noise: standard normal numbers for the first state, (..., d), and its steps, (..., N, k).
     """
-    of_first, of_steps, of_sites = noise
+    of_first, of_steps = noise
     interval = interval.at[0].set(0.0)
     batch = of_first.shape[:-1]
     A, B = model.transition(interval), model.noise_root(interval)
@@ -341,6 +337,4 @@ def smoothing_draws(
     _, states = lax.scan(
         step, matvec(jnp.broadcast_to(model.root, (*batch, *model.root.shape[-2:])), of_first), (A, pushes)
     )
-    prior = jnp.moveaxis(jnp.sum(states * jnp.asarray(model.h, states.dtype), axis=-1), 0, -1)
-    residual = lambda1 - precision * prior - jnp.sqrt(precision) * of_sites
-    return prior + smoothed(model, interval, residual, precision).mean
+    return jnp.moveaxis(jnp.sum(states * jnp.asarray(model.h, states.dtype), axis=-1), 0, -1)

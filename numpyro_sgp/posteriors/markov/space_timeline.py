@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -12,8 +11,6 @@ from jax.typing import ArrayLike
 
 from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.inducing import InducingPoints
-from numpyro_sgp.math.linalg import cholesky
-from numpyro_sgp.math.products import matvec
 from numpyro_sgp.posteriors.markov.formulas import Smoothed
 from numpyro_sgp.posteriors.markov.separable import Separated
 from numpyro_sgp.posteriors.markov.space_formulas import (
@@ -24,7 +21,7 @@ from numpyro_sgp.posteriors.markov.space_formulas import (
     smoothed_in_blocks,
 )
 from numpyro_sgp.posteriors.markov.timeline import AbstractTimeline, AbstractTimelineCovariance, in_ascending_order
-from numpyro_sgp.posteriors.moments import Moments, project, variance_given
+from numpyro_sgp.posteriors.moments import draw_given_inducing, project, variance_given
 
 __all__ = ["SpaceTimeCovariance", "SpaceTimeline"]
 
@@ -96,6 +93,9 @@ class SpaceTimeline(AbstractTimeline):
     def smoothed(self, lambda1: Array, precision: Array) -> Smoothed:
         return _smoothed(self.terms, self.interval, lambda1, precision)
 
+    def prior_draws(self, rng_key: Array, batch: tuple[int, ...]) -> Array:
+        return prior_draws(self.terms, self.interval, rng_key, batch)
+
     def covariance(self, lambda1: Array, precision: Array) -> "SpaceTimeCovariance":
         return SpaceTimeCovariance(self, lambda1, precision)
 
@@ -108,34 +108,19 @@ class SpaceTimeline(AbstractTimeline):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SpaceTimeCovariance(AbstractTimelineCovariance):
-    """The covariance between rows: that of their projections, which the sites see, and the prior's of the rest.
-
-    Attributes:
-        line: the function at its rows.
-        lambda1: (..., N).
-        precision: (..., N).
-    """
+    """The covariance between rows: that of their projections, which the sites see, and the prior's of the rest."""
 
     line: SpaceTimeline
-    lambda1: Array
-    precision: Array
 
-    def moments(self) -> Moments:
-        q, rows = self.line.smoothed(self.lambda1, self.precision), self.line.rows
-        kl = q.divergence(self.lambda1, self.precision)
-        return Moments(q.mean[..., rows], q.variance[..., rows] + self.line.rest, kl, self)
+    @property
+    def sees_all(self) -> bool:
+        return False
 
     def given_inducing(self, Kff: Array) -> Array:
         return Kff - self.line.prior_covariance()
 
     def of_inducing(self) -> Array:
-        """Of the projections, one smoothing for each row: the mean moves by a column of it with each λ₁."""
-        zeros, rows = jnp.zeros_like(self.lambda1), self.line.rows
-
-        def column(row: Array) -> Array:
-            return self.line.smoothed(zeros.at[..., row].set(1.0), self.precision).mean[..., rows]
-
-        return jnp.moveaxis(jax.lax.map(column, rows, batch_size=min(_COLUMNS, max(len(rows), 1))), 0, -1)
+        return self.seen(at_once=min(_COLUMNS, max(len(self.line.rows), 1)))
 
     def variance_of_inducing(self) -> Array:
         return self.line.smoothed(self.lambda1, self.precision).variance[..., self.line.rows]
@@ -144,20 +129,6 @@ class SpaceTimeCovariance(AbstractTimelineCovariance):
         del kff
         return self.line.rest
 
-    def _draw_of_inducing(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
-        """Draws of the prior, corrected by the smoother (Matheron's rule)."""
-        axes, line = self.lambda1.ndim, self.line
-        many, batch = shape[: len(shape) - axes], shape[len(shape) - axes : -1]
-
-        def draw(rng_key: Array) -> Array:
-            of_prior, of_sites = jax.random.split(rng_key)
-            prior = prior_draws(line.terms, line.interval, of_prior, batch)
-            noise = jax.random.normal(of_sites, prior.shape, prior.dtype)
-            residual = -self.precision * prior - jnp.sqrt(self.precision) * noise
-            return (prior + line.smoothed(residual, self.precision).mean)[..., line.rows]
-
-        return jax.lax.map(draw, jax.random.split(rng_key, math.prod(many))).reshape(shape)
-
     def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
         explained, rest = self.draw_parts(rng_key, shape)
         return explained + rest
@@ -165,10 +136,5 @@ class SpaceTimeCovariance(AbstractTimelineCovariance):
     def draw_parts(self, rng_key: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
         of_inducing, of_rest = jax.random.split(rng_key)
         line = self.line
-        K, kff = line.kernel(line.X, line.X), line.kernel(line.X)
-        index = jnp.arange(K.shape[-1])
-        K = self.given_inducing(K.at[..., index, index].set(kff))
-        scale = jnp.mean(kff, axis=-1)[..., None, None]
-        L = cholesky(K + line.jitter * scale * jnp.eye(K.shape[-1], dtype=K.dtype))
-        noise = jax.random.normal(of_rest, shape, K.dtype)
-        return self._draw_of_inducing(of_inducing, shape), matvec(L, noise)
+        rest = draw_given_inducing(self, line.kernel, line.X, line.jitter, of_rest, shape)
+        return self.draw_seen(of_inducing, shape), rest

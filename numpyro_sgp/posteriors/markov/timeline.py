@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from numpyro_sgp.math.linalg import diagonal
 from numpyro_sgp.math.products import matmul
 from numpyro_sgp.posteriors.joint.by_rows import AbstractRows, GivenSeveral
-from numpyro_sgp.posteriors.markov.formulas import Smoothed, smoothed, smoothing_draws
+from numpyro_sgp.posteriors.markov.formulas import Smoothed, prior_draws, smoothed
 from numpyro_sgp.posteriors.markov.state_space import AbstractStateSpace
 from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, Moments
 
@@ -24,14 +24,6 @@ def in_ascending_order(times: Array) -> tuple[Array, Array, Array]:
     return order, jnp.diff(times[order], prepend=times[order[:1]]), jnp.argsort(order)
 
 
-class AbstractTimelineCovariance(AbstractDenseCovariance):
-    """The covariance between rows, by the smoother."""
-
-    @abstractmethod
-    def moments(self) -> Moments:
-        """Moments at the rows, with the divergence."""
-
-
 class AbstractTimeline(AbstractRows):
     """Rows in the order of time."""
 
@@ -40,7 +32,11 @@ class AbstractTimeline(AbstractRows):
         """The smoother at all rows, in ascending order of time."""
 
     @abstractmethod
-    def covariance(self, lambda1: Array, precision: Array) -> AbstractTimelineCovariance:
+    def prior_draws(self, rng_key: Array, batch: tuple[int, ...]) -> Array:
+        """Draws of the prior of what the sites see of f, at all rows in ascending order of time, (..., N)."""
+
+    @abstractmethod
+    def covariance(self, lambda1: Array, precision: Array) -> "AbstractTimelineCovariance":
         """The covariance between the rows that are asked for."""
 
     def given_several(self, lambda1: Array, precision: Array) -> GivenSeveral:
@@ -48,6 +44,58 @@ class AbstractTimeline(AbstractRows):
         products = matmul(lambda1, found.mean.T)
         log_z = found.log_normaliser[0] - 0.5 * products[0, 0]
         return GivenSeveral(found.mean, found.variance[0], products, log_z)
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractTimelineCovariance(AbstractDenseCovariance):
+    """The covariance between rows, by the smoother; a pytree.
+
+    Attributes:
+        line: the function at its rows.
+        lambda1: (..., N).
+        precision: (..., N).
+    """
+
+    line: AbstractTimeline
+    lambda1: Array
+    precision: Array
+
+    def moments(self) -> Moments:
+        """Moments at the rows, with the divergence."""
+        q, rows, rest = self.line.smoothed(self.lambda1, self.precision), self.line.rows, self.line.unexplained
+        variance = q.variance[..., rows]
+        kl = q.divergence(self.lambda1, self.precision)
+        return Moments(q.mean[..., rows], variance if rest is None else variance + rest, kl, self)
+
+    def seen(self, *, at_once: int | None = None) -> Array:
+        """Of what the sites see of f, (..., N, N), one smoothing for each row: the mean moves by a column with each λ₁.
+
+        Args:
+            at_once: how many columns are smoothed together; None for one after the other.
+        """
+        zeros, rows = jnp.zeros_like(self.lambda1), self.line.rows
+
+        def column(row: Array) -> Array:
+            return self.line.smoothed(zeros.at[..., row].set(1.0), self.precision).mean[..., rows]
+
+        return jnp.moveaxis(jax.lax.map(column, rows, batch_size=at_once), 0, -1)
+
+    def draw_seen(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
+        """Joint draws of what the sites see of f, about its mean: draws of the prior, corrected by the smoother.
+
+        (Matheron's rule.) They are NaN where a precision is negative.
+        """
+        axes, line = self.lambda1.ndim, self.line
+        many, batch = shape[: len(shape) - axes], shape[len(shape) - axes : -1]
+
+        def draw(rng_key: Array) -> Array:
+            of_prior, of_sites = jax.random.split(rng_key)
+            prior = line.prior_draws(of_prior, batch)
+            noise = jax.random.normal(of_sites, prior.shape, prior.dtype)
+            residual = -self.precision * prior - jnp.sqrt(self.precision) * noise
+            return (prior + line.smoothed(residual, self.precision).mean)[..., line.rows]
+
+        return jax.lax.map(draw, jax.random.split(rng_key, math.prod(many))).reshape(shape)
 
 
 @jax.tree_util.register_dataclass
@@ -72,6 +120,13 @@ class Timeline(AbstractTimeline):
     def smoothed(self, lambda1: Array, precision: Array) -> Smoothed:
         return smoothed(self.model, self.interval, lambda1, precision, parallel=self.parallel)
 
+    def prior_draws(self, rng_key: Array, batch: tuple[int, ...]) -> Array:
+        model, of_first, of_steps = self.model, *jax.random.split(rng_key)
+        d, k, dtype = model.covariance.shape[-1], model.noise_root(self.interval[:1]).shape[-1], self.interval.dtype
+        first = jax.random.normal(of_first, (*batch, d), dtype)
+        steps = jax.random.normal(of_steps, (*batch, len(self.interval), k), dtype)
+        return prior_draws(model, self.interval, (first, steps))
+
     def covariance(self, lambda1: Array, precision: Array) -> "MarkovCovariance":
         return MarkovCovariance(self, lambda1, precision)
 
@@ -79,50 +134,16 @@ class Timeline(AbstractTimeline):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MarkovCovariance(AbstractTimelineCovariance):
-    """The covariance between rows of a process with sites at times in ascending order.
-
-    Attributes:
-        line: the process and its times.
-        lambda1: (..., N).
-        precision: (..., N).
-    """
+    """The covariance between rows of a process with sites at times in ascending order."""
 
     line: Timeline
-    lambda1: Array
-    precision: Array
-
-    def moments(self) -> Moments:
-        q, rows = self.line.smoothed(self.lambda1, self.precision), self.line.rows
-        kl = q.divergence(self.lambda1, self.precision)
-        return Moments(q.mean[..., rows], q.variance[..., rows], kl, self)
 
     def given_inducing(self, Kff: Array) -> Array:
-        """Cov(f), (..., N, N), one smoothing for each row: the mean moves by a column of it with each λ₁."""
-        zeros = jnp.zeros_like(self.lambda1)
-
-        def column(row: Array) -> Array:
-            return self.line.smoothed(zeros.at[..., row].set(1.0), self.precision).mean[..., self.line.rows]
-
-        covariance = jnp.moveaxis(jax.lax.map(column, self.line.rows), 0, -1)
         # What was added to the prior variances.
-        h = jnp.asarray(self.line.model.h, zeros.dtype)
-        own = jnp.sum(h[:, None] * self.line.model.covariance * h, axis=(-2, -1))
+        h, model = jnp.asarray(self.line.model.h, Kff.dtype), self.line.model
+        own = jnp.sum(h[:, None] * model.covariance * h, axis=(-2, -1))
         extra = diagonal(Kff) - own[..., None]
-        return covariance + extra[..., None] * jnp.eye(Kff.shape[-1], dtype=Kff.dtype)
+        return self.seen() + extra[..., None] * jnp.eye(Kff.shape[-1], dtype=Kff.dtype)
 
     def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
-        axes, zeros = self.lambda1.ndim, jnp.zeros_like(self.lambda1)
-        many, batch = shape[: len(shape) - axes], shape[len(shape) - axes : -1]
-        model, interval = self.line.model, self.line.interval
-        d, k, N = model.covariance.shape[-1], model.noise_root(interval[:1]).shape[-1], len(interval)
-
-        def draw(rng_key: Array) -> Array:
-            keys, sizes = jax.random.split(rng_key, 3), ((d,), (N, k), (N,))
-            first, steps, sites = (
-                jax.random.normal(key, (*batch, *size), zeros.dtype) for key, size in zip(keys, sizes, strict=True)
-            )
-            noise = first, steps, sites
-            return smoothing_draws(model, interval, zeros, self.precision, noise)[..., self.line.rows]
-
-        draws = jax.lax.map(draw, jax.random.split(rng_key, math.prod(many)))
-        return draws.reshape(shape)
+        return self.draw_seen(rng_key, shape)
