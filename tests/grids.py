@@ -3,11 +3,13 @@
 import pytest
 
 
-def representative(values, kept, *, mark=pytest.mark.exhaustive):
-    """Values for `parametrize`, with all that are not among those kept marked."""
+def representative(values, kept):
+    """Values for `parametrize`; those that are not among the ones kept are exhaustive."""
     values, kept = list(values), list(kept)
     assert all(value in values for value in kept), f"{kept} are not all among {values}"
     return [
-        value if value in kept else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark)
+        value
+        if value in kept
+        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.exhaustive)
         for value in values
     ]

@@ -194,7 +194,6 @@ def test_the_importance_ratio_of_an_exact_posterior_is_the_evidence_at_every_dra
     assert_allclose(ratio, evidence, atol=1e-5)
 
 
-@pytest.mark.once
 @each_kind
 def test_the_mean_importance_ratio_is_the_bound(name):
     guide, data, params = converted(name)
@@ -206,7 +205,6 @@ def test_the_mean_importance_ratio_is_the_bound(name):
     assert abs(np.mean(log_q) - kl) < 5 * np.std(log_q) / math.sqrt(2000)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("base", representative([AutoNormal, AutoMultivariateNormal], [AutoNormal]))
 @pytest.mark.thorough
 def test_densities_of_hyperparameters_are_those_of_prior_and_guide(base):
@@ -232,7 +230,6 @@ def test_densities_of_hyperparameters_are_those_of_prior_and_guide(base):
     assert np.all(rest > -0.5 * stats.chi2.ppf(1 - 1e-9, M) - log_S)  # −½|ε|² − log|S½| + ½|v|²
 
 
-@pytest.mark.once
 def test_log_q_of_a_dense_posterior_at_other_rows_is_unknown():
     guide = GUIDES["dense"](gaussian, Z)
     params = arbitrary_parameters(gaussian, guide, X, y)
@@ -304,7 +301,6 @@ def test_given_names_and_coordinates_are_used_in_every_group():
     assert float(data["constant_data"]["X"].sel(station="s2", axis="north")) == X[2, 1]
 
 
-@pytest.mark.once
 def test_latents_under_a_plate_and_vector_outcomes_have_one_likelihood_for_each_datum():
     def model(X, Y):
         with numpyro.plate("class", C):
@@ -386,7 +382,6 @@ def test_masked_entries_are_absent_and_the_others_keep_their_coordinates():
     assert np.isfinite(elpd(loo))
 
 
-@pytest.mark.once
 def test_what_stands_at_a_masked_entry_does_not_matter_and_the_densities_are_those_without_it():
     def dropped(X, y):
         f = numpyro.sample("f", sgp.GaussianProcess(Matern52(1.1, 0.8), X))
@@ -408,7 +403,6 @@ def test_what_stands_at_a_masked_entry_does_not_matter_and_the_densities_are_tho
                 assert_allclose(data[group][name].values, with_nan[group][name].values, rtol=1e-10)
 
 
-@pytest.mark.once
 def test_a_table_with_missing_entries_becomes_a_list_of_the_observed_ones():
     present = np.random.default_rng(8).uniform(size=(C, N)) < 0.6
 
@@ -462,7 +456,6 @@ def check_batches(data, guide, params, model, args):
     assert abs(np.mean(ratio) - bound) < 5 * np.std(ratio) / math.sqrt(len(ratio))
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", ["whitened", "tied"])
 def test_rows_given_as_arguments_are_run_in_batches_with_one_function_for_all(name):
     assert name in MINIBATCH
@@ -484,7 +477,6 @@ def assert_rows_are_independent(noise):
     assert np.abs(correlations - np.eye(N)).max() < 5.0 / math.sqrt(len(noise))
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("own_guide", [False, True])
 def test_latents_of_rows_are_drawn_anew_in_each_batch_and_others_are_not(own_guide):
     def model(X, y):
@@ -512,7 +504,6 @@ def test_latents_of_rows_are_drawn_anew_in_each_batch_and_others_are_not(own_gui
         assert_allclose(offset.std(0), 0.4, atol=0.05)
 
 
-@pytest.mark.once
 def test_outcomes_to_be_predicted_are_drawn_anew_in_each_batch():
     def model(X, y, again=None, num_data=None):
         f = numpyro.sample("f", sgp.GaussianProcess(Matern52(1.1, 0.8), X))
@@ -528,7 +519,6 @@ def test_outcomes_to_be_predicted_are_drawn_anew_in_each_batch():
 
 
 @pytest.mark.thorough
-@pytest.mark.once
 def test_hyperparameters_are_the_same_in_all_batches_and_the_same_as_without():
     guide = GUIDES["tied"](hierarchical, Z)
     params = arbitrary_parameters(hierarchical, guide, X, y)
@@ -543,7 +533,6 @@ def test_hyperparameters_are_the_same_in_all_batches_and_the_same_as_without():
     assert_allclose(values(batches, "sample_stats", "log_q"), values(whole, "sample_stats", "log_q"), rtol=1e-8)
 
 
-@pytest.mark.once
 def test_the_number_of_all_rows_reaches_a_model_that_takes_it_and_masks_are_cut_too():
     seen = []
 
@@ -564,7 +553,6 @@ def test_the_number_of_all_rows_reaches_a_model_that_takes_it_and_masks_are_cut_
     assert_allclose(values(data, "log_likelihood", "y"), stats.norm.logpdf(y[observed], f, NOISE), rtol=1e-9)
 
 
-@pytest.mark.once
 def test_the_number_of_all_rows_reaches_a_model_of_all_keywords_as_in_fit():
     seen = []
 
@@ -579,7 +567,6 @@ def test_the_number_of_all_rows_reaches_a_model_of_all_keywords_as_in_fit():
     assert set(seen[1:]) == {N}  # the first run looks for plates that subsample
 
 
-@pytest.mark.once
 def test_a_site_at_all_inputs_whose_likelihood_is_subsampled_keeps_one_value_for_all_batches():
     def model(X, y):
         f = numpyro.sample("f", sgp.GaussianProcess(Matern52(1.1, 0.8), X, lambda x: x[:, 0]))
@@ -594,7 +581,6 @@ def test_a_site_at_all_inputs_whose_likelihood_is_subsampled_keeps_one_value_for
     assert_allclose(values(data, "log_likelihood", "y"), stats.norm.logpdf(y, f, NOISE), rtol=1e-10)
 
 
-@pytest.mark.once
 @pytest.mark.exhaustive
 def test_a_function_of_a_whole_batch_is_left_out_with_a_warning():
     def model(X, y):
@@ -614,7 +600,6 @@ def test_a_function_of_a_whole_batch_is_left_out_with_a_warning():
 # Other models.
 
 
-@pytest.mark.once
 @pytest.mark.thorough
 def test_a_gp_on_a_gp_is_drawn_from_the_inner_draw():
     def deep(X, y):
@@ -636,7 +621,6 @@ def test_a_gp_on_a_gp_is_drawn_from_the_inner_draw():
     check_moments(np.asarray(jax.vmap(standardised)(inner, outer)), np.zeros(N), np.eye(N))
 
 
-@pytest.mark.once
 @pytest.mark.exhaustive
 def test_mutable_state_of_the_fit_is_used():
     def model(X, y):
@@ -655,7 +639,6 @@ def test_mutable_state_of_the_fit_is_used():
     assert_array_equal(values(data, "posterior", "shift"), last + 1.0)
 
 
-@pytest.mark.once
 def test_a_model_may_look_at_its_data():
     def model(X, y):
         with_data = ~np.isnan(y)  # needs numbers, not tracers, as `SVI.run` gives them
@@ -667,7 +650,6 @@ def test_a_model_may_look_at_its_data():
     assert_array_equal(data["observed_data"]["y_observed"].values, np.flatnonzero(observed))
 
 
-@pytest.mark.once
 @pytest.mark.exhaustive
 def test_float32_stays_and_is_finite():
     with jax.enable_x64(False):
@@ -794,7 +776,6 @@ def test_without_arviz_the_error_says_how_to_install_it(monkeypatch):
     assert "pip install 'numpyro-sgp[arviz]'" in str(caught.value)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("form", ["chevron", "inducing"])
 @pytest.mark.exhaustive
 def test_draws_of_sampled_basis_functions_have_the_covariance_of_the_posterior(form):

@@ -19,7 +19,7 @@ from scipy.special import gammaln
 
 import numpyro_sgp as sgp
 
-pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.once]
+pytestmark = pytest.mark.usefixtures("x64")
 
 X = np.linspace(-2.0, 2.0, 11)[:, None]
 Y = np.array([1, 0, 2, 1, 3, 5, 8, 6, 3, 1, 2])
@@ -45,7 +45,6 @@ def standardised(X, y):
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.parametrize("inducing", [None, X], ids=["dense", "Z=X"])
 def test_sampled_hyperparameters_have_the_posterior_that_nuts_finds(inducing):
     mcmc = MCMC(NUTS(standardised), num_warmup=500, num_samples=8000, progress_bar=False)

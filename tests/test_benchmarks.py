@@ -18,7 +18,6 @@ SEVERAL = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "script",

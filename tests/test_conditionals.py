@@ -11,7 +11,7 @@ from numpyro_sgp.math.linalg import solve_lower, solve_lower_transposed, triangu
 from numpyro_sgp.posteriors.dual import formulas as dual_formulas
 from numpyro_sgp.posteriors.whitened import formulas as whitened_formulas
 
-pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.once]
+pytestmark = pytest.mark.usefixtures("x64")
 
 N, M, D, JITTER = 7, 5, 2, 1e-6
 RNG = np.random.default_rng(0)

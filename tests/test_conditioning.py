@@ -23,7 +23,7 @@ from numpyro_sgp.guides import conditioning, members
 from numpyro_sgp.guides.conditioning import with_past
 from numpyro_sgp.posteriors.natural_parameters import JointSites, TiedSites
 
-pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.once]
+pytestmark = pytest.mark.usefixtures("x64")
 RNG = np.random.default_rng(0)
 # More inducing inputs than rows in the second batch, and fewer than in the first.
 N, FIRST, D, M, N_NEW = 14, 10, 2, 5, 3

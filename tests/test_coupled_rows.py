@@ -18,7 +18,7 @@ import numpyro_sgp as sgp
 from numpyro_sgp.diagnostics.importance import log_importance_ratios
 from numpyro_sgp.posteriors.joint import predictors
 
-pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.once]
+pytestmark = pytest.mark.usefixtures("x64")
 
 N, LENGTHSCALE, NOISE = 9, 0.6, 0.3
 rng = np.random.default_rng(0)

@@ -41,7 +41,7 @@ from numpyro_sgp.posteriors.dual import formulas as dual_formulas
 from numpyro_sgp.posteriors.natural_parameters import TiedSites
 from numpyro_sgp.posteriors.whitened import formulas as whitened_formulas
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = pytest.mark.usefixtures("x64")
 
 frozen = optax.set_to_zero()
 

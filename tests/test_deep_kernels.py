@@ -14,7 +14,7 @@ import pytest
 import numpyro_sgp as sgp
 from numpyro_sgp.features import FeatureMap
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = pytest.mark.usefixtures("x64")
 
 N, BATCH = 60, 12
 RNG = np.random.default_rng(5)

@@ -18,8 +18,6 @@ from numpyro_sgp.posteriors.dual import tied
 from numpyro_sgp.posteriors.moments import whiten
 from numpyro_sgp.posteriors.weight_space import formulas as weight_space_formulas
 
-pytestmark = pytest.mark.once
-
 N, M, D = 7, 5, 2
 SIZE = 260  # above the size at which products are split, and no multiple of a block
 RNG = np.random.default_rng(0)

@@ -74,7 +74,6 @@ def report(folder, name="report"):
 # One process, eight devices
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("guide_name", ["tied", "joint", "held"])
 @pytest.mark.thorough
 def test_updates_on_eight_devices_are_those_on_one(eight, guide_name):
@@ -83,14 +82,12 @@ def test_updates_on_eight_devices_are_those_on_one(eight, guide_name):
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.parametrize("guide_name", ["whitened", "natural"])
 def test_fit_on_eight_devices_is_that_on_one(eight, guide_name):
     assert_same_run(eight / f"fit_{guide_name}_many.npz", eight / f"fit_{guide_name}_one.npz")
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.parametrize("guide_name", ["tied", "joint", "held"])
 def test_between_devices_only_sums_over_rows_travel(eight, guide_name):
     collectives = report(eight)["collectives"][guide_name]
@@ -108,13 +105,11 @@ def test_between_devices_only_sums_over_rows_travel(eight, guide_name):
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_a_result_is_on_one_device_and_goes_with_arrays_on_any(eight):
     assert report(eight)["devices of the state"] == [1]
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint_on_another_number_of_devices(eight):
     assert report(eight)["checkpoints"] == [5]
     assert_same_run(eight / "fit_whitened_resumed.npz", eight / "fit_whitened_one.npz")
@@ -124,7 +119,6 @@ def test_a_run_goes_on_from_its_checkpoint_on_another_number_of_devices(eight):
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.parametrize("guide_name", ["whitened", "tied"])
 def test_fit_in_two_processes_is_that_in_one_also_from_a_checkpoint(two_processes, eight, guide_name):
     for process in range(2):
@@ -134,7 +128,6 @@ def test_fit_in_two_processes_is_that_in_one_also_from_a_checkpoint(two_processe
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_callbacks_of_each_process_evaluate_on_their_own(two_processes):
     first, second = (report(two_processes, f"report_{process}") for process in range(2))
     assert first["own"]
@@ -144,7 +137,6 @@ def test_callbacks_of_each_process_evaluate_on_their_own(two_processes):
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_the_first_process_decides_what_to_start_from_and_when_to_stop(two_processes, eight):
     with np.load(eight / "fit_whitened_one.npz") as one:
         for process in range(2):
@@ -153,7 +145,6 @@ def test_the_first_process_decides_what_to_start_from_and_when_to_stop(two_proce
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_processes_that_call_fit_differently_are_told_what_differs(two_processes):
     for process in range(2):
         data, num_steps, checkpoint = report(two_processes, f"report_{process}")["errors"]
@@ -170,7 +161,6 @@ def one_device():
     return NamedSharding(Mesh(jax.devices()[:1], ("data",)), PartitionSpec("data"))
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_mesh_of_one_device_gives_the_same_result():
     run = [
@@ -209,7 +199,6 @@ def test_a_sharding_that_does_not_lay_out_rows_is_refused(sharding, error, match
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_a_batch_that_the_devices_cannot_share_evenly_is_refused(eight):
     for batch_size, message in zip((12, 81), report(eight)["errors"], strict=True):
         assert message.startswith(f"`batch_size` is {batch_size}, and `sharding` splits the rows of a batch over 8")

@@ -33,7 +33,7 @@ from numpyro_sgp.inducing import find_rows
 from numpyro_sgp.posteriors.decoupled import formulas as decoupled_formulas
 from numpyro_sgp.posteriors.decoupled.coefficients import Coefficients
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = pytest.mark.usefixtures("x64")
 
 kinds = pytest.mark.parametrize("kind", representative(["orthogonal", "full"], ["orthogonal"]))
 

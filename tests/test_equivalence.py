@@ -74,7 +74,6 @@ def titsias(name):
 # Each guide is the dense Gaussian that its parameters stand for.
 
 
-@pytest.mark.once
 @every_guide
 @pytest.mark.usefixtures("x64")
 def test_the_posterior_at_new_inputs_is_the_dense_conditional(name):
@@ -89,7 +88,6 @@ def test_the_posterior_at_new_inputs_is_the_dense_conditional(name):
     assert_allclose(q.kl, oracles.gaussian_kl(m, S, prior.Kuu), rtol=1e-8)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("likelihood", ["normal", "poisson", "student_t"])
 @every_guide
 @pytest.mark.usefixtures("x64")
@@ -101,7 +99,6 @@ def test_the_loss_is_minus_the_dense_bound(name, likelihood):
     assert_allclose(loss_at(params, model, guide, X, y, loss=LOOSE), -bound, rtol=1e-8)
 
 
-@pytest.mark.once
 @some_guides
 @pytest.mark.usefixtures("x64")
 def test_a_guide_starts_at_the_prior(name):
@@ -115,7 +112,6 @@ def test_a_guide_starts_at_the_prior(name):
     assert_allclose(loss_at(params, model, guide, X, model.y), -np.sum(expected), rtol=1e-10)
 
 
-@pytest.mark.once
 @every_guide
 @pytest.mark.usefixtures("x64")
 def test_the_bound_is_below_the_evidence_from_anywhere(name):
@@ -132,7 +128,6 @@ def test_the_bound_is_below_the_evidence_from_anywhere(name):
 # One natural step on a Gaussian likelihood.
 
 
-@pytest.mark.once
 @natural_guides
 @pytest.mark.usefixtures("x64")
 def test_one_natural_step_on_a_gaussian_likelihood_is_titsias_from_any_start(name):
@@ -152,7 +147,6 @@ def test_one_natural_step_on_a_gaussian_likelihood_is_titsias_from_any_start(nam
         assert sgp.num_refused(state) == 0
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_the_dense_posterior_after_one_step_is_gp_regression():
     model, guide, y, params = set_up("dense")
@@ -184,7 +178,6 @@ def at_optimum_of_z_equal_x(name, model, guide, y, jitter):
     return {**params, "f_auto_m": m, "f_auto_S_sqrt": np.linalg.cholesky(S)}
 
 
-@pytest.mark.once
 @some_guides
 @pytest.mark.usefixtures("x64")
 def test_with_inducing_inputs_at_the_data_every_guide_is_gp_regression(name):
@@ -213,7 +206,6 @@ def dense_loss(name, params, y, lengthscale, variance, noise, Z=Z):
     return -oracles.elbo(model.log_density(y, noise), m, S, prior.Kuu, prior.Kuf, prior.Kff, MEAN)
 
 
-@pytest.mark.once
 @some_guides
 @pytest.mark.usefixtures("x64")
 def test_the_gradient_of_hyperparameters_is_that_of_the_dense_bound_with_the_posterior_parameters_fixed(name):
@@ -230,7 +222,6 @@ def test_the_gradient_of_hyperparameters_is_that_of_the_dense_bound_with_the_pos
     assert_allclose(gradient["noise"], oracles.derivative(lambda t: dense(LENGTHSCALE, VARIANCE, NOISE + t)), rtol=1e-8)
 
 
-@pytest.mark.once
 @some_natural_guides
 @pytest.mark.usefixtures("x64")
 def test_an_update_moves_hyperparameters_along_the_gradient_at_the_old_sites(name):
@@ -247,7 +238,6 @@ def test_an_update_moves_hyperparameters_along_the_gradient_at_the_old_sites(nam
     assert_allclose((old["lengthscale"][1] - new["lengthscale"][1]) / rate, slope, rtol=1e-8)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", [name for name in GUIDES if name != "dense"])
 @pytest.mark.usefixtures("x64")
 def test_the_gradient_of_trained_inducing_inputs_is_that_of_the_dense_bound(name):
@@ -273,7 +263,6 @@ def test_the_gradient_of_trained_inducing_inputs_is_that_of_the_dense_bound(name
     assert_allclose(jax.grad(loss)(0.0), oracles.derivative(dense, 2e-3), rtol=1e-8)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", ["unwhitened", "per_datum"])
 @pytest.mark.usefixtures("x64")
 def test_fixed_inducing_inputs_have_no_gradient(name):
@@ -294,7 +283,6 @@ def bernoulli_optimum(name, steps=60):
     return model, guide, y, svi.get_params(converged(svi, state, steps, X, y))
 
 
-@pytest.mark.once
 @some_natural_guides
 @pytest.mark.usefixtures("x64")
 def test_at_the_optimum_of_the_e_step_the_gradient_of_hyperparameters_is_that_at_fixed_q_u(name):
@@ -328,7 +316,6 @@ def classification(X, y=None, num_data=None):
         numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.thorough
 def test_away_from_the_hyperparameters_of_the_e_step_fixed_sites_give_the_tighter_bound():
@@ -373,7 +360,6 @@ def batches(kind):
     return [np.array(rows) for rows in itertools.combinations(range(N), 3)], N
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "kind"),
     representative(
@@ -413,7 +399,6 @@ def subsampling(X, y=None, batch_size=None):
         numpyro.sample("y", dist.StudentT(3.0, f_batch, NOISE), obs=y_batch)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", representative([*ONE_SITE_A_ROW, "tied", "natural"], ["per_datum", "natural"]))
 @pytest.mark.usefixtures("x64")
 def test_natural_steps_on_rows_subsampled_in_the_model_average_to_those_on_all_rows(name):
@@ -437,7 +422,7 @@ def test_natural_steps_on_rows_subsampled_in_the_model_average_to_those_on_all_r
 # Compilation, dtypes, storage.
 
 
-@pytest.mark.parametrize("name", ["whitened", pytest.param("tied", marks=pytest.mark.once)])
+@pytest.mark.parametrize("name", ["whitened", pytest.param("tied", marks=pytest.mark.exhaustive)])
 @pytest.mark.usefixtures("x64")
 def test_a_compiled_update_is_the_uncompiled_one_and_is_not_traced_again(name):
     model, guide, y, params = set_up(name, "poisson")
@@ -455,7 +440,6 @@ def test_a_compiled_update_is_the_uncompiled_one_and_is_not_traced_again(name):
     assert len(model.traces) == traces
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", ["whitened", "per_datum"])
 @pytest.mark.usefixtures("x64")
 def test_a_long_run_traces_the_model_no_more_often_than_a_short_one(name):
@@ -469,7 +453,6 @@ def test_a_long_run_traces_the_model_no_more_often_than_a_short_one(name):
     assert traces(20) == traces(2)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "enabled"),
     representative([*((name, False) for name in KINDS), ("tied", True)], [("whitened", False), ("tied", True)]),
@@ -497,7 +480,6 @@ def test_a_float32_fit_stays_float32_and_its_loss_is_the_dense_bound(name, enabl
     assert_allclose(loss, -bound, rtol=1e-5)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.usefixtures("x64")
 def test_a_pickled_guide_and_parameters_predict_the_same_at_another_number_of_rows(name):

@@ -9,7 +9,6 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 FRONT_PAGE = (ROOT / "docs" / "gallery.md").read_text("utf-8")
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "name", sorted({script.stem for script in EXAMPLES} | set(re.findall(r"\(gallery/(\w+)\.md\)", FRONT_PAGE)))
 )
@@ -25,7 +24,6 @@ def test_an_example_is_in_both_lists_and_has_a_page_with_its_script_and_a_figure
     assert f"`{name}.py`" in (ROOT / "examples" / "README.md").read_text("utf-8")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [pytest.param(path, marks=[] if path.stem == "quickstart" else pytest.mark.thorough) for path in EXAMPLES],

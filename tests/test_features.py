@@ -16,7 +16,7 @@ import numpyro_sgp as sgp
 from numpyro_sgp import features, kernels
 from numpyro_sgp.features.finite_rank import precision_matrix, whitened_features
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = pytest.mark.usefixtures("x64")
 
 N, M, D = 7, 5, 2
 RNG = np.random.default_rng(3)

@@ -103,7 +103,6 @@ def interrupt_at(step):
 # The steps
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("guide_name", representative(["whitened", "tied", "per_datum"], ["tied"]))
 def test_full_batches_are_svi_run(guide_name):
@@ -114,7 +113,6 @@ def test_full_batches_are_svi_run(guide_name):
         assert_allclose(found, wanted, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("guide_name", representative(["whitened", "tied"], ["tied"]))
 def test_minibatches_are_updates_on_the_rows_of_permutations(guide_name):
@@ -131,7 +129,6 @@ def test_minibatches_are_updates_on_the_rows_of_permutations(guide_name):
     assert_array_equal(jax.random.key_data(result.state.rng_key), jax.random.key_data(state.rng_key))
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "optim",
     [numpyro.optim.Adam(1e-2), optax.chain(optax.clip(10.0), optax.adam(optax.cosine_decay_schedule(1e-1, 50)))],
@@ -171,7 +168,6 @@ def test_the_order_of_rows_is_the_same_in_all_versions():
 ORDER = [[2, 4, 1], [0, 3, 5], [3, 6, 0], [5, 2, 1]]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("guide_name", representative(["whitened", "per_datum"], ["per_datum"]))
 def test_how_steps_fall_into_dispatches_cannot_change_a_result(guide_name, monkeypatch):
     # Sites of a dense posterior hold the data twice in the state, which is donated.
@@ -185,7 +181,6 @@ def test_how_steps_fall_into_dispatches_cannot_change_a_result(guide_name, monke
     assert_equal_results(run(gp_svi(guide_name)), one_by_one)
 
 
-@pytest.mark.once
 def test_one_program_serves_a_run_and_the_model_is_traced_no_more_for_more_steps(monkeypatch):
     programs = []
 
@@ -205,7 +200,6 @@ def test_one_program_serves_a_run_and_the_model_is_traced_no_more_for_more_steps
     assert [program.steps._cache_size() for program in programs] == [1, 1]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("x64", [False, True])
 def test_data_have_the_precision_of_the_calling_thread(x64):
     seen = []
@@ -219,7 +213,6 @@ def test_data_have_the_precision_of_the_calling_thread(x64):
     assert set(seen) == {np.dtype("f8" if x64 else "f4")}
 
 
-@pytest.mark.once
 def test_a_memmap_gives_what_an_array_gives_and_is_not_read_as_a_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(batches_module, "_CHUNK_BYTES", 2**20)
     rows, columns = 256, 2**15  # 32 MiB in float32, of which a step takes one part in 128
@@ -257,7 +250,6 @@ def test_mutable_state_is_carried_from_step_to_step():
     assert np.isfinite(seen).all()
 
 
-@pytest.mark.once
 def test_a_run_continues_from_the_state_of_an_earlier_one_which_stays_usable():
     svi = linear_svi()
     first = quiet_fit(svi, KEY, (X, Y), batch_size=BATCH, num_steps=5)
@@ -417,7 +409,6 @@ def test_a_mistake_is_answered_with_what_came_and_what_to_do(name):
         call()
 
 
-@pytest.mark.once
 def test_an_error_of_the_thread_that_gathers_rows_reaches_the_caller(monkeypatch):
     chunk = Batches.chunk
 
@@ -435,7 +426,6 @@ def test_an_error_of_the_thread_that_gathers_rows_reaches_the_caller(monkeypatch
 # Callbacks and the progress bar
 
 
-@pytest.mark.once
 def test_callbacks_see_every_loss_once_and_may_keep_what_they_see():
     seen = []
     svi = linear_svi()
@@ -447,13 +437,11 @@ def test_callbacks_see_every_loss_once_and_may_keep_what_they_see():
     assert_equal_results(seen[0].state, quiet_fit(svi, KEY, (X, Y), batch_size=BATCH, num_steps=2).state)
 
 
-@pytest.mark.once
 def test_a_callback_that_returns_true_stops_the_run():
     result = quiet_fit(linear_svi(), KEY, (X, Y), batch_size=BATCH, num_steps=100, callback=lambda p: p.step == 7)
     assert result.losses.shape == (7,)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("guide_name", representative(["whitened", "tied"], ["tied"]))
 def test_a_callback_evaluates_held_out_data_on_the_scale_of_the_training_data(guide_name):
@@ -469,7 +457,6 @@ def test_a_callback_evaluates_held_out_data_on_the_scale_of_the_training_data(gu
         assert_allclose(of_all, svi.evaluate(state, X[:6], Y[:6], num_data=N), rtol=1e-10)
 
 
-@pytest.mark.once
 def test_early_stopping_waits_for_its_patience_and_no_longer():
     losses = iter([5.0, 4.0, 4.5, 3.95, 3.9, np.nan, 1.0])
     stopping = EarlyStopping(X, every=10, patience=3, min_improvement=0.2)
@@ -482,7 +469,6 @@ def test_early_stopping_waits_for_its_patience_and_no_longer():
     assert [stopping(Progress()) for _ in range(2)] == [False, False]
 
 
-@pytest.mark.once
 def test_early_stopping_ends_a_run_that_does_not_improve():
     stopping = EarlyStopping((X, Y), every=10, patience=2)
     result = quiet_fit(linear_svi(optax.sgd(0.0)), KEY, (X, Y), batch_size=BATCH, num_steps=1000, callback=stopping)
@@ -490,7 +476,6 @@ def test_early_stopping_ends_a_run_that_does_not_improve():
     assert len(set(stopping.losses)) == 1  # the same random numbers each time
 
 
-@pytest.mark.once
 def test_the_progress_bar_shows_average_loss_time_left_and_refused_steps(capfd):
     y = np.where(np.arange(N) == 3, np.nan, Y)
     result = fit(gp_svi("tied"), KEY, (X, y), batch_size=BATCH, num_steps=20)
@@ -505,7 +490,6 @@ def test_the_progress_bar_shows_average_loss_time_left_and_refused_steps(capfd):
     assert f"refused: {refused}" in shown
 
 
-@pytest.mark.once
 def test_a_run_that_refuses_many_steps_says_so_when_it_ends_and_counts_its_own_only():
     y = np.where(np.arange(N) == 3, np.nan, Y)  # one batch of an epoch cannot be evaluated, and the step after it is
     svi = gp_svi("tied")
@@ -539,14 +523,12 @@ def test_a_resumed_run_is_an_uninterrupted_one_bit_for_bit(guide_name, tmp_path)
     assert_equal_results(run(gp_svi(guide_name), checkpoint=tmp_path / "run"), expected)
 
 
-@pytest.mark.once
 def test_a_run_is_lengthened_by_asking_for_more_steps(tmp_path):
     run = functools.partial(quiet_fit, rng_key=KEY, data=(X, Y), batch_size=BATCH)
     run(linear_svi(), num_steps=5, checkpoint=tmp_path)
     assert_equal_results(run(linear_svi(), num_steps=12, checkpoint=tmp_path), run(linear_svi(), num_steps=12))
 
 
-@pytest.mark.once
 def test_early_stopping_survives_an_interruption(tmp_path):
     def run(*others, **options):
         stopping = EarlyStopping((X, Y), every=10, patience=4, min_improvement=1e9)
@@ -570,7 +552,6 @@ def test_early_stopping_survives_an_interruption(tmp_path):
     assert go_on.losses.shape == (60,)
 
 
-@pytest.mark.once
 def test_callbacks_are_resumed_with_what_they_remember_whatever_others_there_are(tmp_path):
     checkpoint = Checkpoint(tmp_path, every=np.int64(2))
     run = functools.partial(quiet_fit, rng_key=KEY, data=(X, Y), batch_size=BATCH, checkpoint=checkpoint)
@@ -586,7 +567,6 @@ def test_callbacks_are_resumed_with_what_they_remember_whatever_others_there_are
     assert new.saved is None
 
 
-@pytest.mark.once
 def test_data_in_another_byte_order_are_the_same_data():
     swapped = X.astype(X.dtype.newbyteorder(">")), Y.astype(Y.dtype.newbyteorder(">"))
     stopping = EarlyStopping(swapped, every=2)
@@ -600,7 +580,6 @@ def test_data_in_another_byte_order_are_the_same_data():
         assert native(dtype).isbuiltin > 0  # as those are that NumPy makes, which files are written with
 
 
-@pytest.mark.once
 def test_old_checkpoints_and_what_a_killed_run_left_are_removed(tmp_path):
     (tmp_path / ".step-000000003.npz.123.unfinished").write_bytes(b"half")
     (tmp_path / "notes.txt").write_text("mine")
@@ -619,7 +598,6 @@ def five_steps(tmp_path_factory):
     return arguments, folder
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
@@ -702,7 +680,6 @@ def test_the_file_is_what_its_documentation_says(tmp_path):
     assert path.read_bytes() == (tmp_path / "b.npz").read_bytes()
 
 
-@pytest.mark.once
 def test_a_truncated_or_damaged_file_is_refused_and_never_misread(tmp_path):
     path, damaged = tmp_path / "a.npz", tmp_path / "damaged.npz"
     tree = {"a": np.arange(25.0), "key": jax.random.key(0)}
@@ -730,7 +707,6 @@ def test_a_truncated_or_damaged_file_is_refused_and_never_misread(tmp_path):
     assert accepted < 0.2 * len(content)
 
 
-@pytest.mark.once
 def test_a_foreign_file_is_refused_with_a_sentence(tmp_path):
     path = tmp_path / "a.npz"
     path.write_bytes(b"\x89HDF\r\n\x1a\n")

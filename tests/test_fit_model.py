@@ -24,7 +24,7 @@ from numpyro_sgp.fitting.automatic.report import evidence_of
 from numpyro_sgp.fitting.automatic.task import Task, effects, few_rows, is_over_time
 
 module = sys.modules["numpyro_sgp.fitting.automatic.fit_model"]  # the attribute is the function
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = pytest.mark.usefixtures("x64")
 
 KEY = jax.random.key(3)
 RNG = np.random.default_rng(0)

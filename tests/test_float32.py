@@ -34,8 +34,6 @@ from numpyro_sgp.kernels import SquaredExponential
 from numpyro_sgp.posteriors.natural_parameters import DatumSites
 from numpyro_sgp.posteriors.weight_space.formulas import tempering
 
-pytestmark = pytest.mark.once
-
 # Four columns: from there on distances are made of matrix products, which cancel where inputs are far from the origin.
 N, M, D = 600, 512, 4
 JITTER = 1e-4

@@ -31,7 +31,7 @@ from numpyro_sgp.kernels import (
     White,
 )
 
-pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.once]
+pytestmark = pytest.mark.usefixtures("x64")
 
 R, Q, D, NOISE, JITTER = 5, 3, 2, 0.4, 1e-10
 LENGTHSCALE, VARIANCE = np.array([0.8, 1.3]), 1.4

@@ -22,7 +22,7 @@ from numpyro_sgp.kernels import Matern52, SquaredExponential
 from numpyro_sgp.posteriors.functions import _draw_prior, _prior_at, sample_functions
 from numpyro_sgp.posteriors.process import process_posterior
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = pytest.mark.usefixtures("x64")
 
 N, M, D, C, N_NEW, DRAWS = 7, 5, 2, 3, 4, 1500
 RNG = np.random.default_rng(70)
@@ -66,7 +66,6 @@ def check_moments(draws, mean, covariance):
 # The process.
 
 
-@pytest.mark.once
 @each_kind
 def test_the_process_has_the_guides_posterior_at_any_inputs(name):
     guide, params = made(name)
@@ -80,7 +79,6 @@ def test_the_process_has_the_guides_posterior_at_any_inputs(name):
         assert_allclose(q.kl, expected.kl, rtol=1e-12)
 
 
-@pytest.mark.once
 @pytest.mark.thorough
 def test_the_process_goes_through_jit_vmap_and_pickle():
     guide = GUIDES["tied"](hierarchical, Z)
@@ -92,7 +90,6 @@ def test_the_process_goes_through_jit_vmap_and_pickle():
         assert_allclose(mean, guide.posterior(key, params, X_new)["f"].mean, rtol=1e-9)
 
 
-@pytest.mark.once
 def test_many_batches_are_predicted_without_a_factorisation():
     guide, params = made("whitened")
     process = process_posterior(guide, jax.random.key(0), params, X)["f"]
@@ -104,7 +101,6 @@ def test_many_batches_are_predicted_without_a_factorisation():
 # Function draws.
 
 
-@pytest.mark.once
 @each_kind
 def test_function_draws_have_the_mean_and_covariance_of_the_posterior(name):
     guide, params = made(name)
@@ -117,7 +113,6 @@ def test_function_draws_have_the_mean_and_covariance_of_the_posterior(name):
     check_moments(draws, q.mean, q.covariance())
 
 
-@pytest.mark.once
 @pytest.mark.thorough
 def test_function_draws_are_the_same_functions_at_every_call_and_differ_from_each_other():
     guide = GUIDES["tied"](hierarchical, Z)
@@ -140,7 +135,6 @@ def test_the_method_of_the_guide_is_the_function():
     assert_array_equal(by_method(X_new), by_function(X_new))
 
 
-@pytest.mark.once
 def test_predictive_posterior_and_function_draws_agree_when_hyperparameters_are_random():
     guide = GUIDES["tied"](hierarchical, Z)
     params = arbitrary_parameters(hierarchical, guide, X, y)
@@ -179,7 +173,6 @@ def kernel_each(X, Y=None):
         numpyro.sample("y", dist.Normal(f.T, NOISE).to_event(1), obs=None if Y is None else Y.T)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("model", "name"),
     representative([(shared_kernel, "whitened"), (kernel_each, "dense")], [(kernel_each, "dense")]),
@@ -198,7 +191,6 @@ def test_latents_of_a_batch_are_drawn_independently_each_with_its_own_moments(mo
     check_moments(draws.reshape(DRAWS, size), np.ravel(q.mean), covariance.reshape(size, size))
 
 
-@pytest.mark.once
 @pytest.mark.thorough
 def test_two_sites_are_drawn_with_their_own_inputs():
     def model(X, y):
@@ -239,7 +231,6 @@ def test_functions_are_differentiated_and_compiled_once():
 
 
 @pytest.mark.thorough
-@pytest.mark.once
 def test_float32_draws_are_float32_and_have_the_moments():
     with jax.enable_x64(False):
         X32, Z32 = X.astype(np.float32), Z.astype(np.float32)
@@ -273,7 +264,6 @@ KERNELS = {
 }
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "name", representative(KERNELS, ["SquaredExponential", "Linear", "product of waves", "product of sums", "Select"])
 )
@@ -283,7 +273,6 @@ def test_draws_of_the_prior_have_the_kernel_as_covariance_with_any_number_of_fea
     check_moments(draw(jax.random.split(jax.random.key(4), 20_000)), np.zeros(N), np.asarray(kernel(X, X)))
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", representative(["Linear", "SquaredExponential"], ["SquaredExponential"]))
 def test_prior_draws_of_a_batch_of_latents_are_independent(name):
     kernel, inputs = KERNELS[name], jnp.asarray(X[:3])
@@ -293,7 +282,6 @@ def test_prior_draws_of_a_batch_of_latents_are_independent(name):
     check_moments(draws, np.zeros(6), np.block([[K, zero], [zero, K]]))
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", ["Constant", "Linear", "Polynomial"])
 def test_kernels_of_finite_rank_have_exact_features(name):
     (term,) = terms(KERNELS[name])
@@ -322,7 +310,6 @@ def functions_of(model, num_samples=3):
     return sample_functions(guide, jax.random.key(1), params, X, num_samples=num_samples)["f"]
 
 
-@pytest.mark.once
 def test_means_follow_each_draw_of_their_parameters():
     far = np.full((1, D), 1e4)  # no data here: the posterior is the prior
 
@@ -338,7 +325,6 @@ def test_means_follow_each_draw_of_their_parameters():
     assert abs(np.std(slopes) - params["weight_auto_scale"]) < 5 * error
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
@@ -358,7 +344,6 @@ def test_what_has_no_function_draws_raises_and_says_what_to_do(model, error, mes
         functions_of(model)
 
 
-@pytest.mark.once
 def test_a_warp_that_shows_its_weights_is_drawn():
     def scaled(weight, X):
         return weight * X
@@ -367,7 +352,6 @@ def test_a_warp_that_shows_its_weights_is_drawn():
     assert np.all(np.isfinite(f(X_new)))
 
 
-@pytest.mark.once
 def test_functions_are_drawn_inside_of_a_compiled_program():
     guide, params = made("dense")
 
@@ -379,7 +363,6 @@ def test_functions_are_drawn_inside_of_a_compiled_program():
     assert_allclose(values(params, X, y), expected, rtol=1e-8)
 
 
-@pytest.mark.once
 def test_a_model_may_look_at_the_values_of_its_arguments():
     group = np.array([0, 2, 1, 1, 0, 2, 0])
 
@@ -396,7 +379,6 @@ def test_a_model_may_look_at_the_values_of_its_arguments():
     assert functions["f"](X_new).shape == (2, N_NEW)
 
 
-@pytest.mark.once
 def test_inputs_of_another_width_and_wrong_counts_raise():
     f = functions_of(plain)
     with pytest.raises(ValueError, match=r"`X_new` has shape .*, but this GP has inputs of 2 columns"):
@@ -413,7 +395,6 @@ def test_inputs_of_another_width_and_wrong_counts_raise():
         process_posterior(guide, jax.random.key(0), {k: v for k, v in params.items() if not k.endswith("sites")}, X)
 
 
-@pytest.mark.once
 def test_a_new_posterior_is_one_family():
     guide = POSTERIORS["mean_field"](plain, Z)
     params = arbitrary_parameters(plain, guide, X, y)
@@ -442,7 +423,6 @@ def test_predictions_of_a_family_do_not_depend_on_how_it_writes_its_inputs():
     assert_allclose(q.covariance(), expected.covariance(), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.once
 def test_a_family_without_inducing_variables_of_its_own_is_refused_by_name():
     class Combined(sgp.Whitened):
         def gaussian(self, *_):

@@ -25,7 +25,7 @@ from numpyro_sgp.inducing import Candidates, ProbedInducing, added, report_candi
 from numpyro_sgp.posteriors.decoupled.coefficients import Coefficients
 from numpyro_sgp.posteriors.natural_parameters import TiedSites
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = pytest.mark.usefixtures("x64")
 
 RNG = np.random.default_rng(11)
 LARGE_X = RNG.uniform(-3.0, 3.0, size=(60, 1))

@@ -16,8 +16,6 @@ import pytest
 import numpyro_sgp as sgp
 from numpyro_sgp.inducing import BoundedInducingPoints, InducingPoints, as_inducing, selection
 
-pytestmark = pytest.mark.once
-
 LENGTHSCALE, VARIANCE = np.array([0.7, 1.4]), 1.7
 ROWS = np.random.default_rng(0).normal(size=(60, D)) * np.array([1.0, 3.0])
 SELECTIONS = {"greedy": sgp.greedy_variance, "kmeans": sgp.kmeans, "subset": sgp.subset}

@@ -19,7 +19,7 @@ import pytest
 import numpyro_sgp as sgp
 from numpyro_sgp.posteriors.natural_parameters import Perturbed
 
-pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.once]
+pytestmark = pytest.mark.usefixtures("x64")
 RNG = np.random.default_rng(0)
 N = 24
 X = np.sort(RNG.uniform(0.0, 6.0, N))[:, None]

@@ -19,7 +19,7 @@ import numpyro_sgp as sgp
 from numpyro_sgp.diagnostics import loo_cavity
 from numpyro_sgp.guides import members
 
-pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.once]
+pytestmark = pytest.mark.usefixtures("x64")
 RNG = np.random.default_rng(3)
 N, G = 24, 18
 X = np.sort(RNG.uniform(0.0, 6.0, N))[:, None]

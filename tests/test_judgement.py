@@ -98,7 +98,6 @@ def left_out(name, n, noise=NOISE):
     return 0.3 + m, v + kff[n] - Q[n, n]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", GUIDES)
 def test_cavities_of_a_gaussian_likelihood_are_exact_leave_one_out(name):
     svi, result = fitted(normal, GUIDES[name](normal), X, y)
@@ -113,7 +112,6 @@ def test_cavities_of_a_gaussian_likelihood_are_exact_leave_one_out(name):
     assert_allclose(loo[P], in_sample - np.sum(exact), rtol=1e-3)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("noise", [0.3, 0.01])
 @pytest.mark.parametrize("name", representative(["natural", "dense"], ["dense"]))
 def test_leave_one_out_is_exact_where_the_likelihood_is_much_narrower_than_the_cavity_or_the_posterior(name, noise):
@@ -128,7 +126,6 @@ def test_leave_one_out_is_exact_where_the_likelihood_is_much_narrower_than_the_c
     assert_allclose(loo[P], in_sample - np.sum(exact), rtol=1e-8)
 
 
-@pytest.mark.once
 def test_far_from_all_other_data_the_cavity_is_the_prior():
     far, outcomes = 100.0 * np.arange(5)[:, None], np.array([0, 3, 30, 300, 1000])
 
@@ -145,7 +142,6 @@ def test_far_from_all_other_data_the_cavity_is_the_prior():
     assert_allclose(pointwise(loo), np.log(density.sum(axis=1) * (f[1] - f[0])), rtol=1e-6)
 
 
-@pytest.mark.once
 def test_a_row_where_f_is_known_has_its_density_there():
     inputs = np.arange(5.0)[:, None]  # at 0 a linear function is 0
 
@@ -162,7 +158,6 @@ def test_a_row_where_f_is_known_has_its_density_there():
     assert_allclose(pointwise(loo), exact, rtol=1e-8)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", ["natural", "dense"])
 def test_cavities_of_counts_are_close_to_fitting_without_each_datum(name):
     # keep is an argument, so that all fits share one program.
@@ -191,8 +186,6 @@ def test_cavities_of_counts_are_close_to_fitting_without_each_datum(name):
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.once
 def test_cavities_of_banana_are_within_a_twentieth_of_a_nat_of_fitting_again():
     table = np.loadtxt(Path(__file__).parents[1] / "examples" / "data" / "banana.csv", delimiter=",", skiprows=3)
     X, y = table[:, :2], table[:, 2]
@@ -224,7 +217,6 @@ def test_cavities_of_banana_are_within_a_twentieth_of_a_nat_of_fitting_again():
     assert max(errors) < 0.05, errors
 
 
-@pytest.mark.once
 @pytest.mark.thorough
 def test_draws_of_the_hyperparameters_are_weighted_as_if_the_datum_had_not_been_seen():
     def model(X, y=None):
@@ -272,7 +264,6 @@ def three_latents(X, y=None, noise=NOISE):
         numpyro.sample("y", dist.Normal(f.sum(0), noise), obs=y)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("noise", [NOISE, 0.05])
 @pytest.mark.parametrize("model", [two_latents, three_latents], ids=["product grid", "draws"])
 @pytest.mark.exhaustive
@@ -294,7 +285,6 @@ def test_each_latent_of_a_datum_has_its_own_cavity(model, noise):
 
 
 @pytest.mark.thorough
-@pytest.mark.once
 def test_outputs_with_a_latent_each_are_left_out_one_by_one_and_masked_ones_are_absent():
     Y, keep = np.stack([y, y[::-1]]), np.ones((2, N), bool)
     keep[1, 3:6] = False
@@ -326,7 +316,6 @@ OTHER_BASES = {
 }
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", OTHER_BASES)
 @pytest.mark.exhaustive
 def test_posteriors_whose_mean_has_a_basis_of_its_own_are_refused(name):
@@ -336,7 +325,6 @@ def test_posteriors_whose_mean_has_a_basis_of_its_own_are_refused(name):
         loo_cavity(jax.random.key(1), svi, params, X, y, num_samples=2)
 
 
-@pytest.mark.once
 def test_a_decoupled_posterior_without_a_mean_basis_is_that_of_its_one_basis():
     guide = sgp.AutoDecoupledGP(normal, None, Z, natural=True)
     loo = loo_cavity(jax.random.key(1), *fitted(normal, guide, X, y), X, y, num_samples=2)
@@ -346,7 +334,6 @@ def test_a_decoupled_posterior_without_a_mean_basis_is_that_of_its_one_basis():
 
 
 @pytest.mark.thorough
-@pytest.mark.once
 def test_few_draws_are_enough_only_where_the_hyperparameters_are_fixed():
     svi, result = fitted(hierarchical, sgp.AutoTSVGP(hierarchical, None), X, counts, steps=5)
     for fn in (loo_cavity, psis_khat):
@@ -389,7 +376,6 @@ def titsias(y, name):
     return oracles.titsias_bound(Kuu, Kuf, kff, y - 0.3, NOISE)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", GUIDES)
 def test_the_ratio_of_the_best_posterior_is_the_bound_at_every_draw(name):
     svi, result = fitted(normal, GUIDES[name](normal), X, y)
@@ -398,7 +384,6 @@ def test_the_ratio_of_the_best_posterior_is_the_bound_at_every_draw(name):
 
 
 @pytest.mark.thorough
-@pytest.mark.once
 def test_batches_of_rows_have_the_ratios_of_all_rows():
     svi, result = fitted(poisson, sgp.AutoTSVGP(poisson, Z), X, counts, steps=5)
     whole = log_importance_ratios(jax.random.key(1), svi, result, X, counts, num_samples=5)
@@ -407,7 +392,6 @@ def test_batches_of_rows_have_the_ratios_of_all_rows():
         assert_allclose(parts, whole, atol=1e-9)
 
 
-@pytest.mark.once
 def test_arguments_that_are_no_arrays_are_the_same_in_all_batches():
     def model(X, y, noise, num_data=None):
         f = numpyro.sample("f", sgp.GaussianProcess(SquaredExponential(0.8), X))
@@ -428,7 +412,6 @@ def hierarchical(X, y=None):
 
 
 @pytest.mark.thorough
-@pytest.mark.once
 def test_the_mean_ratio_is_the_bound_with_random_hyperparameters_too():
     model = handlers.scale(hierarchical, scale=0.3)
     # The Jacobian of log θ is part of q(θ): its mean is about 0.9 there.
@@ -458,7 +441,6 @@ def test_khat_of_an_exact_posterior_is_zero():
 
 
 @pytest.mark.thorough
-@pytest.mark.once
 def test_cavities_of_a_datum_that_no_hyperparameter_moves():
     def model(X, y=None):
         lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.3))
@@ -484,7 +466,6 @@ def test_ratios_that_are_the_same_have_even_weights_beside_others():
     assert not pareto_smoothed(az, np.where(np.arange(200) == 3, np.nan, other))[1] < 0.7
 
 
-@pytest.mark.once
 @pytest.mark.exhaustive
 def test_point_estimates_count_by_their_prior_density():
     guide = sgp.AutoTSVGP(hierarchical, Z, base=AutoDelta)
@@ -514,7 +495,6 @@ def predictions(scale, draws=2000, rows=1500):
     }
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("scale", [1.0, 0.5, 2.0])
 def test_coverage_transforms_and_widths_are_those_of_the_distributions(scale):
     c = calibration(predictions(scale), levels=(0.5, 0.9))
@@ -530,7 +510,6 @@ def test_coverage_transforms_and_widths_are_those_of_the_distributions(scale):
         assert stats.kstest(c.pit, "uniform").pvalue < 1e-6
 
 
-@pytest.mark.once
 def test_transforms_of_counts_are_randomised_to_be_uniform():
     rng = np.random.default_rng(4)
     data = predictions(1.0)
@@ -542,8 +521,6 @@ def test_transforms_of_counts_are_randomised_to_be_uniform():
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.once
 @pytest.mark.parametrize("likelihood", representative(["normal", "poisson", "bernoulli"], ["normal", "poisson"]))
 def test_intervals_cover_what_was_simulated(likelihood):
     # New outcomes of new functions, given the model they come from: 90 % intervals hold 90 % of them.
@@ -615,8 +592,6 @@ class Distorted(Messenger):
             msg["value"] = q.mean + self.scale * (value - q.mean) + self.shift * jnp.sqrt(q.variance)
 
 
-@pytest.mark.slow
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("shift", "scale", "symmetric", "uniform"),
     [(0.0, 1.0, True, True), (1.0, 1.0, False, False), (0.0, 0.25, True, False)],
@@ -695,7 +670,6 @@ def begun(model):
     return svi, svi.get_params(svi.init(jax.random.key(0), *full))
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("fn", "model", "args", "options", "message"),
     [

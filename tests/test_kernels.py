@@ -123,7 +123,6 @@ CASES = {
 every_case = pytest.mark.parametrize(("kernel", "oracle", "args"), CASES.values(), ids=CASES)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64", "strict_promotion")
 @every_case
 def test_matrix_is_the_formula_at_each_pair(kernel, oracle, args):
@@ -131,7 +130,6 @@ def test_matrix_is_the_formula_at_each_pair(kernel, oracle, args):
     assert_allclose(kernel(*args)(X, Z), pairs(oracle, X, Z, *args), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64", "strict_promotion")
 @every_case
 def test_diagonal_is_the_diagonal_of_the_matrix(kernel, oracle, args):
@@ -140,7 +138,6 @@ def test_diagonal_is_the_diagonal_of_the_matrix(kernel, oracle, args):
     assert_allclose(kernel(*args)(X), jnp.diagonal(kernel(*args)(X, X)), rtol=1e-13)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("width", [3, 4, 40])
 @pytest.mark.parametrize(
@@ -156,7 +153,6 @@ def test_formula_holds_at_any_width(kernel, oracle, width):
     assert_allclose(kernel(lengthscale, 1.7)(X, Z), pairs(oracle, X, Z, lengthscale, 1.7), rtol=1e-12)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("kernel", STATIONARY)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -168,7 +164,6 @@ def test_equal_rows_have_exactly_the_variance_of_the_diagonal(kernel, dtype, wid
     assert_array_equal(jnp.diagonal(k(X, np.concatenate([X, X]))), np.full(N, 1.7, dtype))
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_rational_quadratic_tends_to_squared_exponential():
     X, Z = inputs(N), inputs(M, seed=1)
@@ -176,7 +171,6 @@ def test_rational_quadratic_tends_to_squared_exponential():
     assert_allclose(RationalQuadratic(0.8, 1.7, 1e10)(X, Z), SquaredExponential(0.8, 1.7)(X, Z), rtol=2e-8)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_periodic_kernel_repeats_after_each_period():
     X, Z, period = inputs(N), inputs(M, seed=1), np.array([1.3, 2.1])
@@ -223,7 +217,6 @@ def batches():
 BATCHES = batches()
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64", "strict_promotion")
 @pytest.mark.parametrize(("kernel", "fields"), BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("batched_inputs", [False, True])
@@ -240,7 +233,6 @@ def test_batch_is_the_loop_over_its_members(kernel, fields, batched_inputs):
     assert_allclose(diagonal, np.stack([member(X) for member, X in zip(members, Xs, strict=True)]), rtol=1e-12)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64", "strict_promotion")
 @every_case
 def test_second_argument_may_carry_the_batch(kernel, oracle, args):
@@ -249,7 +241,6 @@ def test_second_argument_may_carry_the_batch(kernel, oracle, args):
     assert_allclose(kernel(*args)(X, Zs), expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64", "strict_promotion")
 def test_batches_of_the_parts_of_a_sum_and_a_product_broadcast():
     X, Z = inputs(N), inputs(M, seed=1)
@@ -265,7 +256,6 @@ def test_batches_of_the_parts_of_a_sum_and_a_product_broadcast():
 # Sums, products, features, columns
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64", "strict_promotion")
 def test_operators_add_and_multiply_values():
     X, Z = inputs(N), inputs(M, seed=1)
@@ -279,7 +269,6 @@ def test_operators_add_and_multiply_values():
     assert_allclose((a * b)(X), 1.7 * 0.6 * (X**2).sum(axis=1), rtol=1e-12)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("number", [2, 2.0, np.float64(2.0), np.array(2.0), np.array([2.0, 3.0, 4.0])], ids=repr)
 @pytest.mark.parametrize("convert", [lambda number: number, jnp.asarray], ids=["python", "jax"])
@@ -293,7 +282,6 @@ def test_numbers_on_either_side_are_constants(number, convert):
         assert_allclose(total(X, Z), K + factor, rtol=1e-12)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("other", ["2", None, [1.0]])
 def test_operators_refuse_what_is_neither_number_nor_kernel(other):
     with pytest.raises(TypeError, match="unsupported operand"):
@@ -302,7 +290,6 @@ def test_operators_refuse_what_is_neither_number_nor_kernel(other):
         other * SquaredExponential(1.0)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_plain_callable_adds_on_either_side():
     X, Z = inputs(N), inputs(M, seed=1)
@@ -356,7 +343,6 @@ def test_values_equal_those_of_tinygp():
     assert_allclose(Periodic(0.8, 1.3)(X[:, :1], Z[:, :1]), theirs(X[:, :1], Z[:, :1]), rtol=1e-12)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64", "strict_promotion")
 @pytest.mark.parametrize("dims", [(2, 0), [2, 0], np.array([2, 0]), (-1, -3)], ids=repr)
 def test_select_is_the_kernel_on_those_columns(dims):
@@ -366,7 +352,6 @@ def test_select_is_the_kernel_on_those_columns(dims):
     assert_allclose(k(X), np.full(N, 1.7))
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_select_takes_a_slice_or_one_column():
     X, Z = inputs(N, 3), inputs(M, 3, seed=1)
@@ -376,13 +361,11 @@ def test_select_takes_a_slice_or_one_column():
     assert hash(jax.tree.structure(Select(Matern32(0.8), slice(1, None)))) is not None  # `jit` needs it
 
 
-@pytest.mark.once
 def test_a_slice_and_its_triple_are_different_selections():
     triple, cut = (jax.tree.structure(Select(Matern32(0.8), dims)) for dims in ((0, 2, 1), slice(0, 2, 1)))
     assert triple != cut
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64", "strict_promotion")
 def test_warp_is_the_kernel_of_the_features():
     X, Z, W = inputs(N), inputs(M, seed=1), inputs(D, 4, seed=2)
@@ -392,7 +375,6 @@ def test_warp_is_the_kernel_of_the_features():
     assert_allclose(k(np.stack([X, X + 1]), Z), np.stack([k(X, Z), k(X + 1, Z)]), rtol=1e-12)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_warp_by_a_closure_over_traced_values_has_their_gradient():
     X, Z, W = inputs(N), inputs(M, seed=1), inputs(D, 4, seed=2)
@@ -414,7 +396,6 @@ def test_warp_by_a_closure_over_traced_values_has_their_gradient():
         assert_allclose(jax.grad(lambda W: total(W, consumers["jit"]))(W), expected, rtol=1e-10)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_warp_by_a_pytree_shows_its_arrays_and_is_not_compiled_again():
     X, Z = inputs(N), inputs(M, seed=1)
@@ -461,7 +442,6 @@ def test_warp_by_a_module_with_functions_among_its_leaves_crosses_jit():
     assert_allclose(jax.vmap(lambda k: k(X, Z), in_axes=(axes,))(stacked), [expected] * BATCH, rtol=1e-12)
 
 
-@pytest.mark.once
 def test_warps_by_the_same_function_have_equal_structure_and_others_not():
     def same(X):
         return X
@@ -503,7 +483,6 @@ def many_kernels():
 every_kernel = pytest.mark.parametrize("kernel", many_kernels(), ids=lambda kernel: type(kernel).__name__)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @every_kernel
 def test_matrix_of_points_with_duplicates_is_positive_semidefinite(kernel):
@@ -514,7 +493,6 @@ def test_matrix_of_points_with_duplicates_is_positive_semidefinite(kernel):
     assert_allclose(np.minimum(eigenvalues, 0.0), 0.0, atol=1e-13 * eigenvalues[-1])
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @every_kernel
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -535,7 +513,6 @@ def test_gradients_at_coincident_points_are_finite(kernel, dtype, width):
         assert_array_equal(jnp.isfinite(gradient), True)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("kernel", SMOOTH)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -554,7 +531,6 @@ def test_second_derivatives_at_coincident_points_are_finite(kernel, dtype, width
         assert_array_equal(jnp.isfinite(leaf), True)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("width", [2, 5])
 @pytest.mark.parametrize(
@@ -574,7 +550,6 @@ def test_prior_variance_of_the_slope_is_right_at_distance_zero(kernel, curvature
     assert_allclose(second, 1.7 * curvature * np.diag(lengthscale**-2.0), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("kernel", "oracle", "args"),
@@ -602,7 +577,6 @@ def test_gradient_of_the_matrix_is_its_finite_difference(kernel, oracle, args):
     assert_allclose(jax.jit(jax.grad(total))(values), differences, rtol=2e-7, atol=2e-8)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("kernel", STATIONARY)
 @pytest.mark.parametrize("width", [2, 5])
@@ -618,7 +592,6 @@ def test_gradient_is_zero_at_distance_zero(kernel, width):
         assert_allclose(gradient, 0.0, atol=1e-11)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("kernel", [Matern32, Matern52])
 def test_gradient_with_respect_to_lengthscale_is_continuous_at_distance_zero(kernel):
@@ -632,7 +605,6 @@ def test_gradient_with_respect_to_lengthscale_is_continuous_at_distance_zero(ker
     assert_allclose(slope(1e-6), expected, rtol=1e-5)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("width", [2, 6])
 @pytest.mark.parametrize(
@@ -649,7 +621,6 @@ def test_float32_inputs_far_from_the_origin_keep_their_distances(kernel, oracle,
     assert_allclose(K, pairs(oracle, X, Z, 10.0, 1.7), rtol=2e-6)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("width", [2, 6])
 def test_a_row_far_away_leaves_the_digits_of_the_others(width):
@@ -663,7 +634,6 @@ def test_a_row_far_away_leaves_the_digits_of_the_others(width):
     assert_allclose(kernel(X, X), pairs(se, X, X, 1.3, 1.0), rtol=2e-6)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_float32_periodic_kernel_far_from_the_origin_keeps_its_phase():
     X, Z = ((inputs(n, 2, seed=n) * 5 + 1e6).astype(np.float32) for n in (N, M))
@@ -687,7 +657,6 @@ def test_python_float_hyperparameters_follow_the_dtype_of_the_inputs(kernel, dty
     assert jax.jit(lambda kernel, X: kernel(X))(kernel, X).dtype == dtype
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @every_kernel
 def test_float64_hyperparameters_promote_float32_inputs(kernel):
@@ -696,7 +665,6 @@ def test_float64_hyperparameters_promote_float32_inputs(kernel):
     assert kernel(X).dtype == kernel(X, Z).dtype == np.float64
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_integer_inputs_become_floats():
     X = np.arange(2 * N).reshape(N, 2)
@@ -704,7 +672,6 @@ def test_integer_inputs_become_floats():
     assert_allclose(White(3.0)(X, X[:M]), pairs(white, X, X[:M], 3.0), rtol=1e-12)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @every_kernel
 def test_jit_does_not_change_values(kernel):
@@ -735,7 +702,6 @@ def test_structure_survives_placeholders(kernel):
     jax.tree.map(lambda _: None, kernel)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_vmap_over_a_tree_of_kernels_is_the_batch():
     X, Z = inputs(N), inputs(M, seed=1)
@@ -747,7 +713,6 @@ def test_vmap_over_a_tree_of_kernels_is_the_batch():
 # NaN and White
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("width", [2, 5])
 @pytest.mark.parametrize(
@@ -763,7 +728,6 @@ def test_nan_in_a_row_passes_through_to_its_row_and_no_other(kernel, width):
     assert_array_equal(np.isnan(kernel(X, Z)), expected)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("kernel", STATIONARY)
 @pytest.mark.parametrize("width", [2, 5])
@@ -774,7 +738,6 @@ def test_nan_in_a_hyperparameter_passes_through_with_its_gradient(kernel, width)
     assert_array_equal(jnp.isnan(jax.grad(lambda lengthscale: kernel(lengthscale)(X, Z).sum())(math.nan)), True)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("width", [1, 2, 19])
 def test_white_is_the_variance_at_equal_rows_only(width):
@@ -787,7 +750,6 @@ def test_white_is_the_variance_at_equal_rows_only(width):
     assert_array_equal(White(1.7)(X), np.full(N, 1.7))
 
 
-@pytest.mark.once
 def test_no_array_over_all_pairs_and_columns_is_made():
     X, Z = jnp.zeros((70, 9)), jnp.zeros((50, 9))
 
@@ -809,7 +771,6 @@ def test_no_array_over_all_pairs_and_columns_is_made():
 # Errors
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "kernel", [SquaredExponential(1.0), Constant(1.0), Linear(), White(1.0) + Periodic(1.0, 1.0)], ids=str
 )
@@ -820,13 +781,11 @@ def test_one_dimensional_inputs_are_refused(kernel):
         kernel(jnp.zeros((7, 1)), jnp.zeros(5))
 
 
-@pytest.mark.once
 def test_inputs_of_different_width_are_refused():
     with pytest.raises(ValueError, match=r"same number of columns, got shapes \(7, 2\) and \(5, 3\)"):
         Matern32(1.0)(jnp.zeros((7, 2)), jnp.zeros((5, 3)))
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("kernel", "name"),
     [
@@ -846,28 +805,24 @@ def test_hyperparameters_of_another_width_are_refused(kernel, name):
         jax.jit(kernel)(jnp.zeros((7, 2)), jnp.zeros((5, 2)))
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("degree", [0, -1, 1.5, True])
 def test_polynomial_degree_must_be_a_positive_integer(degree):
     with pytest.raises(ValueError, match="`degree` must be a positive Python integer, got"):
         Polynomial(degree)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("dims", [(2,), (-3,), (0, 5), (), slice(2, 1)], ids=repr)
 def test_select_refuses_columns_out_of_range(dims):
     with pytest.raises(ValueError, match=r"`dims` must name at least one of the D = 2 columns"):
         Select(Matern32(1.0), dims)(jnp.zeros((7, 2)))
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("dims", [(0.5,), "ab", (True, False), 1.0], ids=repr)
 def test_select_refuses_dims_that_are_not_integers(dims):
     with pytest.raises(TypeError, match=r"`dims` must be column numbers|as an integer"):
         Select(Matern32(1.0), dims)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "fn",
     [lambda X: X[:, 0], lambda X: X.sum(), lambda X: X.T],
@@ -878,7 +833,6 @@ def test_warp_refuses_features_without_a_row_for_each_input(fn):
         Warp(Matern32(1.0), fn)(jnp.zeros((7, 2)))
 
 
-@pytest.mark.once
 def test_abstract_kernels_cannot_be_made():
     with pytest.raises(TypeError, match="abstract"):
         Kernel()

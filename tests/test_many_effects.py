@@ -14,7 +14,7 @@ import pytest
 import numpyro_sgp as sgp
 from numpyro_sgp.guides import members
 
-pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.once]
+pytestmark = pytest.mark.usefixtures("x64")
 RNG = np.random.default_rng(0)
 N, G = 30, 18
 X = np.sort(RNG.uniform(0.0, 6.0, N))[:, None]

@@ -23,7 +23,7 @@ from numpyro_sgp import features, kernels
 from numpyro_sgp.math.marginal_likelihood import evidence_bound, log_evidence, minimax_objective
 from numpyro_sgp.posteriors.weight_space.adversary import Adversary, ProbedAdversary, adversary_of
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = pytest.mark.usefixtures("x64")
 
 N, R, BATCH, NOISE, SCALE = 8, 3, 2, 0.4, 4.0
 RNG = np.random.default_rng(21)

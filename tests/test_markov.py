@@ -19,7 +19,7 @@ from numpyro_sgp.posteriors.markov.formulas import smoothed
 from numpyro_sgp.posteriors.markov.state_space import state_space_of
 from numpyro_sgp.posteriors.markov.timeline import Timeline
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = pytest.mark.usefixtures("x64")
 
 RNG = np.random.default_rng(0)
 N = 40

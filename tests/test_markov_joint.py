@@ -13,7 +13,7 @@ import pytest
 import numpyro_sgp as sgp
 from numpyro_sgp.kernels import Constant, Linear, Matern32, Select
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = pytest.mark.usefixtures("x64")
 
 RNG = np.random.default_rng(0)
 N = 40
@@ -243,11 +243,66 @@ def test_rows_of_other_times_are_refused():
         svi.update(state, TIMES[:20], W[:20], COUNTS[:20])
 
 
-@pytest.mark.parametrize("method", ["condition", "remove"])
-def test_new_outcomes_beside_joint_latents_are_refused(runs, method):
+FIRST = np.arange(N) < 25  # the other rows come later
+
+
+def of_the_first(guide, model, y, **options):
+    svi = SVI(model, guide, sgp.NaturalGradient(options.get("step_size", 0.7), optax.sgd(0.0)), sgp.QuadratureELBO(20))
+    return svi.run(
+        jax.random.key(0), options.get("num_steps", 40), TIMES[FIRST], W[FIRST], y[FIRST], progress_bar=False
+    ).params
+
+
+def after_the_others(guide, model, y, **options):
+    params = of_the_first(guide, model, y, **options)
+    return guide.condition(params, TIMES[~FIRST], W[~FIRST], y[~FIRST], loss=sgp.QuadratureELBO(20))
+
+
+def summary(guide, params):
+    q, latents = guide.posterior(jax.random.key(0), params, *NEW)["f"], guide.quantiles(params, [0.1, 0.6], *NEW)
+    return {"mean": q.mean, "variance": q.variance} | {name: latents[name] for name in latents if name != "f"}
+
+
+def assert_same(one, other, atol):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert_allclose(value, other[name], atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(sgp.AutoMarkovGP, marks=pytest.mark.thorough), dense], ids=["time", "dense"]
+)
+def test_rows_that_come_later_end_at_the_posterior_of_all_rows_for_gaussian_noise(kind):
+    y, guide, options = RNG.normal(size=N) + 0.7 + W @ [0.5, -1.0], kind(gaussian), {"num_steps": 2, "step_size": 1.0}
+    _, whole = trained(guide, gaussian, y, **options)
+    assert_same(summary(guide, after_the_others(guide, gaussian, y, **options)), summary(guide, whole.params), 1e-10)
+
+
+def precise_counts(t, W, y=None):
+    """Counts, with a latent whose prior is not Gaussian, and almost no jitter."""
+    level, slopes = effects()
+    height = numpyro.sample("height", dist.Gumbel(0.0, 0.5))
+    f = function_of(t, jitter=1e-12)
+    with numpyro.plate("time", t.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(f + level + W @ slopes + height * (W[:, 0] > 0.0))), obs=y)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", [sgp.AutoMarkovGP, dense], ids=["time", "dense"])
+def test_counts_that_come_later_are_taken_in_as_by_inducing_inputs_at_all_times(kind):
+    def found(guide):
+        params = after_the_others(guide, precise_counts, COUNTS)
+        assert "height_auto_loc" not in params
+        return summary(guide, params)
+
+    inducing = sgp.AutoTSVGP(precise_counts, np.unique(TIMES, axis=0))
+    assert_same(found(kind(precise_counts)), found(inducing), 1e-7)
+
+
+def test_rows_with_sites_of_their_own_are_not_removed(runs):
     guide, _, result = runs[0]
-    with pytest.raises(TypeError, match="joint=False"):
-        getattr(guide, method)(result.params, *NEW, np.ones(7))
+    with pytest.raises(TypeError, match='`sites="tied"`'):
+        guide.remove(result.params, *NEW, np.ones(7))
 
 
 def two_functions(t, W, y=None):

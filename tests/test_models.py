@@ -84,7 +84,6 @@ def per_latent(params, c):
 # Latents under plates and batches of kernels.
 
 
-@pytest.mark.once
 @each_kind
 def test_independent_latents_under_a_plate_give_the_sum_of_single_latent_bounds(name):
     def together(X, Y):
@@ -99,7 +98,6 @@ def test_independent_latents_under_a_plate_give_the_sum_of_single_latent_bounds(
     assert_allclose(loss_at(params, together, guide, X, Y), sum(parts), rtol=1e-10)
 
 
-@pytest.mark.once
 def test_as_many_classes_as_rows_are_classes():
     square = np.outer(np.linspace(0.5, 1.5, N), y)
 
@@ -116,7 +114,6 @@ def test_as_many_classes_as_rows_are_classes():
     assert_allclose(loss_at(params, together, guide, X, square), expected, rtol=1e-10)
 
 
-@pytest.mark.once
 @each_kind
 @pytest.mark.thorough
 def test_a_batch_of_kernels_gives_the_sum_of_the_bounds_of_each_kernel(name):
@@ -144,7 +141,6 @@ def test_a_batch_of_kernels_gives_the_sum_of_the_bounds_of_each_kernel(name):
         assert_allclose(posterior.kl[c], q.kl, rtol=1e-10)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", MINIBATCH)
 def test_inducing_inputs_of_each_latent_give_the_sum_of_their_bounds(name):
     own = np.random.default_rng(1).normal(size=(C, M, D))
@@ -176,7 +172,6 @@ def only_g(X, y):
         numpyro.sample("y1", dist.Normal(g, NOISE), obs=y)
 
 
-@pytest.mark.once
 @each_kind
 def test_two_sites_with_their_own_outputs_give_the_sum_of_two_bounds(name):
     inducing = {"f": Z, "g": Z[:3, :1]}
@@ -194,7 +189,6 @@ FAMILIES = {
 }
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("families", FAMILIES.values(), ids=FAMILIES)
 def test_each_site_has_the_family_that_the_dict_says(families):
     guide = sgp.AutoSparseGP(two_sites, families)
@@ -204,7 +198,6 @@ def test_each_site_has_the_family_that_the_dict_says(families):
     assert_allclose(loss_at(params, two_sites, guide, X, Y), first + second, rtol=1e-10)
 
 
-@pytest.mark.once
 @two_guides
 def test_the_sum_of_two_sites_in_one_likelihood_is_integrated_exactly(name):
     def model(X, y):
@@ -219,7 +212,6 @@ def test_the_sum_of_two_sites_in_one_likelihood_is_integrated_exactly(name):
     assert_allclose(loss_at(params, model, guide, X, y, loss=LOOSE), q["f"].kl + q["g"].kl - ell, rtol=1e-10)
 
 
-@pytest.mark.once
 @two_guides
 def test_each_observed_site_adds_its_own_expectation(name):
     def model(X, y=None, counts=None):
@@ -267,7 +259,6 @@ def log_prior(noise, intercept, effect, lengthscale):
 OTHER_LATENTS = ("noise", "intercept", "effect", "lengthscale")
 
 
-@pytest.mark.once
 @two_guides
 @pytest.mark.exhaustive
 def test_with_point_estimates_of_other_latents_the_bound_is_the_closed_form(name):
@@ -281,7 +272,6 @@ def test_with_point_estimates_of_other_latents_the_bound_is_the_closed_form(name
     )
 
 
-@pytest.mark.once
 def test_with_narrow_normals_of_other_latents_the_bound_is_the_closed_form():
     scale, known = 1e-8, {"noise": 0.6, "lengthscale": 1.3}
     # NumPyro knows the divergence between normals; that of the two positive latents it would sample.
@@ -309,7 +299,6 @@ def user_guide(X, y=None):
             numpyro.sample(site, dist.Delta(loc))
 
 
-@pytest.mark.once
 def test_a_guide_function_of_the_user_is_a_base_like_the_autoguide_it_imitates():
     by_function = GUIDES["tied"](with_other_latents, Z, base=user_guide)
     by_class = GUIDES["tied"](with_other_latents, Z, base=AutoDelta)
@@ -322,7 +311,6 @@ def test_a_guide_function_of_the_user_is_a_base_like_the_autoguide_it_imitates()
     )
 
 
-@pytest.mark.once
 @pytest.mark.exhaustive
 def test_an_autoguide_made_by_the_user_is_a_base_like_its_class():
     made = AutoNormal(handlers.block(with_other_latents, hide=["f"]))
@@ -366,7 +354,6 @@ def type_two(X, y=None):
 
 
 @pytest.mark.thorough
-@pytest.mark.once
 @two_guides
 def test_parameters_of_the_model_are_trained_as_hyperparameters(name):
     guide = GUIDES[name](type_two, Z)
@@ -384,7 +371,6 @@ def test_parameters_of_the_model_are_trained_as_hyperparameters(name):
     assert abs(params["noise"] - 0.3) > 0.02
 
 
-@pytest.mark.once
 @two_guides
 def test_a_warped_kernel_is_its_base_kernel_at_warped_inputs(name):
     weights = np.random.default_rng(4).normal(size=(D, 3))
@@ -412,7 +398,6 @@ def test_a_warped_kernel_is_its_base_kernel_at_warped_inputs(name):
 
 
 @pytest.mark.thorough
-@pytest.mark.once
 @two_guides
 def test_the_network_of_a_warped_kernel_is_trained(name):
     def warped(X, y=None):
@@ -442,7 +427,6 @@ def masked(X, y, mask):
         numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
 
 
-@pytest.mark.once
 @each_kind
 def test_masked_outputs_count_as_dropped_rows(name):
     with_missing = np.where(observed, y, np.nan)
@@ -452,7 +436,6 @@ def test_masked_outputs_count_as_dropped_rows(name):
     assert_allclose(loss_at(params, masked, guide, X, with_missing, observed), dropped, rtol=1e-10)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", MINIBATCH)
 def test_a_training_step_with_masked_outputs_is_the_step_with_rows_dropped(name):
     def step(model, *args):
@@ -468,7 +451,6 @@ def test_a_training_step_with_masked_outputs_is_the_step_with_rows_dropped(name)
             assert_allclose(got, want, rtol=1e-8, atol=1e-10, err_msg=site)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", ONE_SITE_A_ROW)
 def test_sites_of_masked_rows_stay_empty(name):
     args = X, np.where(observed, y, np.nan), observed
@@ -481,7 +463,6 @@ def test_sites_of_masked_rows_stay_empty(name):
     assert sgp.num_refused(state) == 0
 
 
-@pytest.mark.once
 @two_guides
 def test_what_obs_mask_leaves_out_is_not_in_the_bound(name):
     def model(X, y):
@@ -502,7 +483,6 @@ def test_what_obs_mask_leaves_out_is_not_in_the_bound(name):
     assert_allclose(loss_at(params, model, guide, X, given), expected, rtol=1e-10)
 
 
-@pytest.mark.once
 @each_kind
 def test_scaling_the_likelihood_is_replicating_the_data(name):
     def scaled(X, y):
@@ -516,7 +496,6 @@ def test_scaling_the_likelihood_is_replicating_the_data(name):
     assert_allclose(loss_at(params, scaled, guide, X, y), replicated, rtol=1e-10)
 
 
-@pytest.mark.once
 @two_guides
 def test_scaling_the_whole_model_scales_the_bound(name):
     guide = GUIDES[name](gaussian, Z)
@@ -526,7 +505,6 @@ def test_scaling_the_whole_model_scales_the_bound(name):
     assert_allclose(loss, 3.0 * loss_at(params, gaussian, guide, X, y), rtol=1e-10)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", MINIBATCH)
 def test_the_mean_over_all_external_minibatches_is_the_full_loss(name):
     guide = GUIDES[name](gaussian, Z)
@@ -545,7 +523,6 @@ def subsampling(X, y=None, batch=BATCH):
         numpyro.sample("y", dist.Normal(f_batch, NOISE), obs=y_batch)
 
 
-@pytest.mark.once
 @each_kind
 def test_the_mean_over_all_subsamples_inside_the_model_is_the_full_loss(name):
     params = arbitrary_parameters(gaussian, full := GUIDES[name](gaussian, Z), X, y)
@@ -577,7 +554,6 @@ def test_guide_and_model_see_the_same_random_subsample(name):
     assert len(np.unique(np.round(drawn, 8))) > 15  # 40 draws of 35 subsets: the expected number is 24
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("model", [gaussian, subsampling], ids=["external", "inside"])
 def test_training_on_minibatches_comes_close_to_the_optimum(model):
     # The optimum for fixed hyperparameters: one full natural step on a Gaussian likelihood.
@@ -610,7 +586,6 @@ def local_latents(X, y=None, batch=BATCH):
         numpyro.sample("y", dist.Normal(f_batch + offset, NOISE), obs=y_batch)
 
 
-@pytest.mark.once
 @two_guides
 def test_the_mean_over_all_subsamples_with_local_latents_is_the_full_loss(name):
     guide = GUIDES[name](local_latents, Z, base=AutoDelta)
@@ -627,7 +602,6 @@ def test_the_mean_over_all_subsamples_with_local_latents_is_the_full_loss(name):
     assert_allclose(np.mean(losses), full, rtol=1e-10)
 
 
-@pytest.mark.once
 @two_guides
 def test_local_latents_under_a_subsampled_plate_are_trained(name):
     guide = GUIDES[name](local_latents, Z, base=AutoNormal)
@@ -651,7 +625,6 @@ def counting(X, y=None):
         numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", ["whitened", "tied", "dense"])
 def test_mutable_state_advances_once_a_step_and_the_gp_sees_its_current_value(name):
     frozen = optax.sgd(0.0)
@@ -675,7 +648,7 @@ OBJECTIVES = {
 }
 
 
-@pytest.mark.parametrize("case", representative(OBJECTIVES, ["two sites"], mark=pytest.mark.once))
+@pytest.mark.parametrize("case", representative(OBJECTIVES, ["two sites"]))
 def test_mutable_state_survives_a_run(case):
     def two(X, y=None):
         counting(X, y)
@@ -692,7 +665,6 @@ def test_mutable_state_survives_a_run(case):
     assert_allclose(result.state.mutable_state["counter"]["value"], 4.0)
 
 
-@pytest.mark.once
 @two_guides
 def test_deterministic_sites_leave_the_loss_alone_and_follow_the_draws(name):
     def model(X, y=None):
@@ -713,7 +685,6 @@ def test_deterministic_sites_leave_the_loss_alone_and_follow_the_draws(name):
     assert_allclose(predicted["rate"], np.exp(predicted["f"]), rtol=1e-12)
 
 
-@pytest.mark.once
 @two_guides
 def test_a_prior_mean_shifts_outputs_and_posterior(name):
     offset = RNG.normal(size=N)
@@ -735,7 +706,6 @@ def test_a_prior_mean_shifts_outputs_and_posterior(name):
         assert_allclose(shifted.variance, q.variance, rtol=1e-12)
 
 
-@pytest.mark.once
 @two_guides
 def test_conditioning_a_latent_adds_its_log_density(name):
     def given(X, y=None, noise=NOISE):
@@ -753,7 +723,6 @@ def test_conditioning_a_latent_adds_its_log_density(name):
     assert_allclose(loss_at(params, conditioned, guide, X, y), expected, rtol=1e-10)
 
 
-@pytest.mark.once
 @two_guides
 def test_an_observed_gp_site_keeps_its_exact_density(name):
     f_given = RNG.normal(size=N)
@@ -774,7 +743,6 @@ def test_an_observed_gp_site_keeps_its_exact_density(name):
     assert set(guide.posterior(jax.random.key(0), params, X)) == {"f"}
 
 
-@pytest.mark.once
 @two_guides
 def test_scoping_the_model_only_renames(name):
     scoped = handlers.scope(with_other_latents, prefix="inner")
@@ -788,7 +756,6 @@ def test_scoping_the_model_only_renames(name):
     assert_allclose(loss_at(params, scoped, guide, X, y), loss_at(renamed, with_other_latents, plain, X, y), rtol=1e-12)
 
 
-@pytest.mark.once
 @two_guides
 @pytest.mark.exhaustive
 def test_two_scopes_one_of_them_nested_have_functions_at_their_own_parameters(name):
@@ -827,7 +794,6 @@ def state_space(X, y=None):
 given_parameters = pytest.mark.filterwarnings("ignore:shape requires ndarray:DeprecationWarning")
 
 
-@pytest.mark.once
 @given_parameters
 @two_guides
 def test_latents_of_a_scan_beside_a_gp_have_their_density_given_the_one_before(name):
@@ -849,7 +815,6 @@ def test_latents_of_a_scan_beside_a_gp_have_their_density_given_the_one_before(n
     assert_array_equal(guide.sample_posterior(jax.random.key(0), params, X, y)["h"], h)
 
 
-@pytest.mark.once
 @given_parameters
 def test_a_scan_goes_on_after_its_data_from_the_prior():
     guide = GUIDES["tied"](state_space, Z, base=AutoDelta)
@@ -869,7 +834,6 @@ def deep(X, y=None):
         numpyro.sample("y", dist.Normal(f, 0.2), obs=y)
 
 
-@pytest.mark.once
 @two_guides
 @pytest.mark.thorough
 def test_a_two_layer_deep_gp_trains_and_predicts_its_data(name):
@@ -889,7 +853,6 @@ def test_a_two_layer_deep_gp_trains_and_predicts_its_data(name):
 # Particles and the ways SVI is driven.
 
 
-@pytest.mark.once
 @pytest.mark.thorough
 def test_the_loss_of_several_particles_is_the_mean_over_their_keys():
     guide = GUIDES["tied"](with_other_latents, Z)
@@ -923,7 +886,6 @@ def test_stable_update_changes_no_number(plain_run):
 
 
 @pytest.mark.thorough
-@pytest.mark.once
 def test_a_run_continued_from_its_state_is_the_longer_run(plain_run):
     svi, result = plain_run
     first = svi.run(jax.random.key(0), 2, X, y, progress_bar=False)
@@ -933,7 +895,6 @@ def test_a_run_continued_from_its_state_is_the_longer_run(plain_run):
 
 
 @pytest.mark.thorough
-@pytest.mark.once
 def test_updates_one_by_one_and_a_compiled_init_are_the_run(plain_run):
     svi, result = plain_run
     state = jax.jit(svi.init)(jax.random.key(0), X, y)
@@ -953,9 +914,7 @@ LIKELIHOODS = {
 @pytest.mark.parametrize(
     ("name", "likelihood"),
     # Each of them somewhere.
-    representative(
-        zip(NATURAL, itertools.cycle(LIKELIHOODS), strict=False), [("tied", "Poisson")], mark=pytest.mark.once
-    ),
+    representative(zip(NATURAL, itertools.cycle(LIKELIHOODS), strict=False), [("tied", "Poisson")]),
 )
 def test_a_healthy_run_refuses_nothing_and_lowers_the_loss(name, likelihood):
     distribution, outputs = LIKELIHOODS[likelihood]
@@ -976,7 +935,6 @@ def test_a_healthy_run_refuses_nothing_and_lowers_the_loss(name, likelihood):
     assert np.all(np.diff(losses) < 0.0), losses
 
 
-@pytest.mark.once
 def test_a_schedule_gives_each_step_its_size():
     sizes = (1.0, 0.25, 0.5)
 
@@ -997,7 +955,6 @@ def test_a_schedule_gives_each_step_its_size():
         assert_allclose(lambda1, size * target, rtol=1e-10)
 
 
-@pytest.mark.once
 def test_a_constant_schedule_is_the_constant(plain_run):
     _, result = plain_run
     svi = SVI(
@@ -1010,7 +967,6 @@ def test_a_constant_schedule_is_the_constant(plain_run):
         assert_allclose(loss, expected, rtol=1e-9)
 
 
-@pytest.mark.once
 def test_inducing_inputs_may_be_chosen_by_a_function_of_kernel_inputs_and_key():
     def choose(kernel, X, rng_key):
         order = jnp.argsort(kernel(X[:1], X)[0])  # farthest from the first row first

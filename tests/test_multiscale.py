@@ -14,7 +14,7 @@ import pytest
 import numpyro_sgp as sgp
 from numpyro_sgp.kernels import Matern32, SquaredExponential
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = pytest.mark.usefixtures("x64")
 
 N, M, D = 7, 4, 2
 RNG = np.random.default_rng(90)

@@ -69,7 +69,6 @@ def fitted(name, likelihood, steps, *options, **more):
     return model, guide, svi, state, -svi.evaluate(state, X, model.y)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "likelihood"),
     representative(
@@ -104,7 +103,6 @@ def test_the_fixed_point_is_the_optimum_of_the_dense_bound_and_below_the_evidenc
     assert sgp.num_refused(state) == 0
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", [name for name in NATURAL if name != "dense"])
 @pytest.mark.usefixtures("x64")
 def test_without_a_floor_the_fixed_point_is_the_optimum_for_outliers_too(name):
@@ -126,7 +124,6 @@ def two_classes(X, y=None):
         numpyro.sample("y", dist.Categorical(logits=f.T), obs=y)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", ["natural", "tied", "per_datum", "dense"])
 @pytest.mark.usefixtures("x64")
 def test_the_fixed_point_of_two_latents_for_each_datum_is_the_optimum_of_the_dense_bound(name):
@@ -157,7 +154,6 @@ def three_classes(X, y=None):
 
 
 @pytest.mark.thorough
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_the_fixed_point_of_three_classes_is_the_optimum_of_the_same_sampled_bound():
     # One key for all evaluations: the draws, and so the bound, are the same for both guides. A sampled bound has
@@ -214,7 +210,6 @@ def symmetric(rng, M):
     return 0.5 * (root + root.T)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", TIED)
 @pytest.mark.usefixtures("x64")
 def test_the_direction_is_the_gradient_with_respect_to_expectation_parameters(name):
@@ -239,7 +234,6 @@ def test_the_direction_is_the_gradient_with_respect_to_expectation_parameters(na
     assert_allclose(np.sum(direction1 * move1) + np.sum(direction2 * move2), expected, rtol=1e-7)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", TIED)
 @pytest.mark.usefixtures("x64")
 def test_the_direction_is_the_inverse_fisher_matrix_times_the_gradient(name):
@@ -289,7 +283,6 @@ def target(name, model, y, params, floor):
     return a @ g1, (a * floored) @ a.T, beta
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "floor"), [*[(name, 0.3) for name in NATURAL], *[("tied", floor) for floor in (None, 0.0)]]
 )
@@ -305,7 +298,6 @@ def test_a_step_moves_to_the_targets_of_floored_precisions(name, floor):
     assert_allclose(new2, 0.6 * old2 + 0.4 * target2, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_the_floor_keeps_tied_precisions_positive_semi_definite():
     model, guide, y, _ = set_up("tied", "student_t_with_outliers")
@@ -316,7 +308,6 @@ def test_the_floor_keeps_tied_precisions_positive_semi_definite():
     assert sgp.num_refused(state) == 0
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_step_after_the_inducing_inputs_have_moved_starts_from_the_same_posterior_there():
     # ρ = 0.4 between the old sites, functions of u' at the reference, and targets at u; both re-expressed in u.
@@ -346,7 +337,6 @@ def random_sites(kind, rng):
     return DatumSites(rng.normal(size=(3, N)), rng.normal(size=(3, N)), X)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("kind", ["tied", "per_datum"])
 @pytest.mark.usefixtures("x64")
 def test_derivatives_at_zero_are_those_of_a_finite_perturbation(kind):
@@ -381,7 +371,6 @@ def test_derivatives_at_zero_are_those_of_a_finite_perturbation(kind):
             assert_allclose(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_the_perturbation_is_the_first_order_change_of_the_dense_posterior():
     rng = np.random.default_rng(0)
@@ -413,7 +402,6 @@ def test_the_perturbation_is_the_first_order_change_of_the_dense_posterior():
 # Schedules.
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_the_step_size_schedule_is_used_one_value_for_each_update():
     # With a Gaussian likelihood the targets stay where they are: steps of 1 / (k + 2) average them with the start.
@@ -430,7 +418,6 @@ def test_the_step_size_schedule_is_used_one_value_for_each_update():
         assert_allclose(new2, weight * old2 + (1.0 - weight) * target2, rtol=1e-8)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("steps", [(2, 3), (2, 0), (0, 2)])
 @pytest.mark.usefixtures("x64")
 @pytest.mark.exhaustive
@@ -484,7 +471,7 @@ def test_a_schedule_of_steps_is_the_loop_written_out(steps):
 ADVICE = "natural parameters .* trained by their gradient.*`NaturalGradient"
 
 
-@pytest.mark.parametrize("name", [*representative(NATURAL, ["tied"], mark=pytest.mark.once), "whitened"])
+@pytest.mark.parametrize("name", [*representative(NATURAL, ["tied"]), "whitened"])
 @pytest.mark.usefixtures("x64")
 def test_natural_parameters_under_a_plain_optimizer_warn_once_and_only_they(name):
     model, guide, y, _ = set_up(name, "poisson")
@@ -500,7 +487,6 @@ def test_natural_parameters_under_a_plain_optimizer_warn_once_and_only_they(name
     assert all(re.search(ADVICE, str(each.message)) for each in caught)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("options", [{}, {"e_steps": 2, "m_steps": 2}, {"in_turn": True}])
 def test_natural_gradients_do_not_warn(options):
     model, guide, y, _ = set_up("tied", "poisson")
@@ -508,7 +494,6 @@ def test_natural_gradients_do_not_warn(options):
     jax.jit(svi.update)(svi.init(jax.random.key(0), X, y), X, y)
 
 
-@pytest.mark.once
 @pytest.mark.filterwarnings("ignore:The natural parameters:UserWarning")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.thorough
@@ -536,7 +521,7 @@ def same(a, b):
         assert_allclose(x, y, rtol=0.0)
 
 
-@pytest.mark.parametrize("name", representative(["natural", "tied", "dense"], ["tied"], mark=pytest.mark.once))
+@pytest.mark.parametrize("name", representative(["natural", "tied", "dense"], ["tied"]))
 @pytest.mark.usefixtures("x64")
 def test_a_batch_with_nan_is_refused_and_later_steps_go_on(name):
     model, guide, y, _ = set_up(name, "poisson")
@@ -563,7 +548,6 @@ def test_a_batch_with_nan_is_refused_and_later_steps_go_on(name):
     assert losses[-1] < -bound + 1e-3  # the optimum at the first hyperparameters, which have improved since
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_refused_step_halves_the_next_one_and_a_success_restores_it():
     model, guide, y, _ = set_up("tied", "normal")
@@ -590,7 +574,6 @@ def two_modes(X, y=None):
         numpyro.factor("y", jnp.logaddexp(-0.5 * ((y - f) / 0.6) ** 2, -0.5 * ((y + f) / 0.6) ** 2))
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_steps_that_leave_the_cone_are_refused_until_the_optimum_is_reached():
     # |f| is observed: around f = 0 the likelihood is strongly convex, and half a step from the prior makes Kuu⁻¹ + Λ₂
@@ -613,7 +596,6 @@ def test_steps_that_leave_the_cone_are_refused_until_the_optimum_is_reached():
     assert_allclose(losses[-1], -bound, rtol=1e-8)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_stable_update_reports_a_refused_step_as_nan():
     model, guide, y, _ = set_up("tied", "poisson")
@@ -631,7 +613,6 @@ def test_a_stable_update_reports_a_refused_step_as_nan():
 
 
 @pytest.mark.thorough
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_stable_run_is_the_run_where_nothing_is_refused():
     losses = []

@@ -17,8 +17,6 @@ import numpyro_sgp as sgp
 from numpyro_sgp import features, kernels
 from numpyro_sgp.posteriors.weight_space.adversary import Adversary
 
-pytestmark = pytest.mark.once
-
 RNG = np.random.default_rng(3)
 X, Z = RNG.uniform(-2.0, 2.0, size=(12, 1)).astype(np.float32), np.linspace(-2, 2, 4, dtype=np.float32)[:, None]
 Y = np.sin(2.0 * X[:, 0]).astype(np.float32)

@@ -15,7 +15,7 @@ from scipy import stats
 import numpyro_sgp as sgp
 from numpyro_sgp.diagnostics import plot_band, plot_hyperparameters, plot_inducing, plot_training
 
-pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.once]
+pytestmark = pytest.mark.usefixtures("x64")
 
 X = np.array([[0.5], [-1.0], [2.0], [0.0]])
 Z = np.array([[-1.0], [1.0]])

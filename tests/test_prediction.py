@@ -127,7 +127,6 @@ def test_the_posterior_makes_a_square_matrix_only_for_a_gp_that_takes_values_of_
         assert q.joint
 
 
-@pytest.mark.once
 @each_kind
 def test_predictive_draws_at_new_inputs_have_the_moments_of_the_posterior(name):
     guide = POSTERIORS[name](plain, Z)
@@ -140,7 +139,6 @@ def test_predictive_draws_at_new_inputs_have_the_moments_of_the_posterior(name):
     check_moments(draws["y"], q.mean, q.covariance() + NOISE**2 * np.eye(N_NEW))
 
 
-@pytest.mark.once
 @each_kind
 def test_the_posterior_at_some_inputs_is_a_block_of_that_at_more(name):
     guide = POSTERIORS[name](plain, Z)
@@ -156,7 +154,6 @@ def test_the_posterior_at_some_inputs_is_a_block_of_that_at_more(name):
     assert_allclose(at_more.kl, at_some.kl, rtol=1e-12)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", ["whitened", "per_datum"])
 def test_joint_draws_have_the_posterior_covariance_whatever_their_sample_shape(name):
     guide = GUIDES[name](plain, Z)
@@ -173,7 +170,6 @@ def test_joint_draws_have_the_posterior_covariance_whatever_their_sample_shape(n
     assert np.all(np.abs(one - q.mean) < 6 * np.sqrt(q.variance))
 
 
-@pytest.mark.once
 def test_draws_of_f_go_with_the_draws_of_the_hyperparameters():
     guide = FACTORISED["tied"](continuous, Z)
     params = arbitrary_parameters(continuous, guide, X, y)
@@ -198,7 +194,6 @@ def test_draws_of_f_go_with_the_draws_of_the_hyperparameters():
 # Medians and quantiles.
 
 
-@pytest.mark.once
 @each_kind
 def test_median_and_quantiles_are_the_closed_form(name):
     levels = np.array([0.05, 0.5, 0.9])
@@ -222,7 +217,6 @@ def test_median_and_quantiles_are_the_closed_form(name):
     assert_allclose(quantiles["noise"][1], median["noise"], rtol=1e-10)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("base", representative([AutoNormal, AutoMultivariateNormal], [AutoNormal]))
 @pytest.mark.thorough
 def test_medians_of_what_depends_on_the_gp_are_not_given_as_if_it_were_zero(base):
@@ -246,7 +240,6 @@ def test_medians_of_what_depends_on_the_gp_are_not_given_as_if_it_were_zero(base
     assert set(guide.median(params)) == set(guide.quantiles(params, [0.5])) == {"noise", "weights"}
 
 
-@pytest.mark.once
 def test_median_and_quantiles_without_other_latents_are_those_of_the_gp():
     guide = GUIDES["tied"](plain, Z)
     params = arbitrary_parameters(plain, guide, X, y)
@@ -257,7 +250,6 @@ def test_median_and_quantiles_without_other_latents_are_those_of_the_gp():
     assert_allclose(guide.quantiles(params, 0.975, X_new)["f"], q.mean + 1.959963985 * np.sqrt(q.variance), rtol=1e-8)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("base", [AutoDelta, AutoMultivariateNormal])
 def test_the_median_of_other_bases_is_their_own(base):
     guide = FACTORISED["tied"](continuous, Z, base=base)
@@ -331,7 +323,6 @@ def in_a_new_process(tmp_path_factory):
     return here, pickle.loads((folder / "result.pickle").read_bytes())
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.thorough
 def test_a_guide_built_in_a_new_process_predicts_the_same_from_params_alone(case, in_a_new_process):
@@ -350,7 +341,6 @@ def test_a_guide_built_in_a_new_process_predicts_the_same_from_params_alone(case
         assert np.issubdtype(y_draws.dtype, np.integer)
 
 
-@pytest.mark.once
 def test_an_autoguide_of_the_user_predicts_outcomes_by_the_likelihood_in_a_fresh_guide():
     def fresh():
         return FACTORISED["tied"](continuous, Z, base=AutoNormal(handlers.block(continuous, hide=["f"])))
@@ -384,7 +374,6 @@ def test_a_pickled_guide_predicts_the_same_after_a_run(name):
     assert_allclose(kept.mean, q.mean, rtol=0.0)
 
 
-@pytest.mark.once
 def test_predicting_elsewhere_does_not_change_what_a_guide_trains_on():
     guide = GUIDES["per_datum"](continuous, Z)
     params = arbitrary_parameters(continuous, guide, X, y)
@@ -395,7 +384,6 @@ def test_predicting_elsewhere_does_not_change_what_a_guide_trains_on():
     assert_allclose(guide.posterior(jax.random.key(0), params, X_new)["f"].mean, first, rtol=1e-12)
 
 
-@pytest.mark.once
 @pytest.mark.exhaustive
 def test_a_compiled_init_leaves_no_tracer_where_prediction_meets_it():
     guide = FACTORISED["tied"](continuous, Z)
@@ -408,7 +396,6 @@ def test_a_compiled_init_leaves_no_tracer_where_prediction_meets_it():
         assert_allclose(dict(jax.tree_util.tree_leaves_with_path(here))[path], value, rtol=1e-12)
 
 
-@pytest.mark.once
 @pytest.mark.thorough
 def test_no_tracer_leaks_from_a_step_or_a_posterior():
     guide = GUIDES["tied"](plain, Z)

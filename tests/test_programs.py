@@ -71,7 +71,6 @@ def test_a_function_of_values_is_compiled_as_one_program_and_is_no_call_within_a
     assert names == {"add", "mul"}
 
 
-@pytest.mark.once
 def test_initialisation_compiles_whole_functions_and_not_each_operation(caplog):
     X = np.linspace(0.0, 1.0, 13)[:, None]
 

@@ -16,8 +16,6 @@ from numpyro_sgp.posteriors.dual.formulas import natural_whitened
 from numpyro_sgp.posteriors.dual.tied import tied
 from numpyro_sgp.posteriors.moments import project
 
-pytestmark = pytest.mark.once
-
 JITTER = 1e-3
 # Few shapes, each compiled once for each dtype: N, M, D and the latents of a batch.
 SHAPES = [(1, 4, 1, ()), (6, 1, 2, ()), (7, 4, 5, (2,))]

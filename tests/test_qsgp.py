@@ -21,7 +21,7 @@ from numpyro_sgp.losses.concavity import check_concave, dependence
 from numpyro_sgp.posteriors.quadruply_stochastic import formulas
 from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import Change, SampledRows, WeightTable, draw_index
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = pytest.mark.usefixtures("x64")
 
 RNG = np.random.default_rng(3)
 N, m, M, K, P = 3, 4, 2, 2, 2

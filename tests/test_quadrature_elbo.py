@@ -58,7 +58,6 @@ def one_latent(X, y=None):
         numpyro.sample("y", dist.StudentT(4.0, f, 0.5), obs=y)
 
 
-@pytest.mark.once
 def test_rules_integrate_polynomials_up_to_their_degree():
     nodes, weights = gauss_hermite(6)
     for power, moment in ((0, 1.0), (1, 0.0), (2, 1.0), (4, 3.0), (10, 945.0)):
@@ -67,7 +66,6 @@ def test_rules_integrate_polynomials_up_to_their_degree():
     assert_allclose(np.sum(weights * grid[:, 0] ** 2 * grid[:, 1] ** 4), 3.0, rtol=1e-12)
 
 
-@pytest.mark.once
 def test_one_latent_is_integrated_as_dense_quadrature_does():
     guide, params, q = setup(one_latent)
     q = q["f"]
@@ -80,7 +78,6 @@ def test_one_latent_is_integrated_as_dense_quadrature_does():
     assert_allclose(by_posterior, expected, rtol=1e-10)
 
 
-@pytest.mark.once
 def test_trace_mean_field_agrees_in_expectation_and_trace_elbo_is_refused():
     guide, params, _ = setup(one_latent)
     exact = elbo(sgp.QuadratureELBO(), one_latent, guide, params, X, Y)
@@ -99,7 +96,6 @@ def two_latents(X, y=None):
         numpyro.sample("y", dist.Normal(f, jnp.exp(g)), obs=y)
 
 
-@pytest.mark.once
 def test_two_latents_for_each_datum_are_integrated_on_a_product_grid():
     guide, params, q = setup(two_latents)
     # In closed form over f: E[log N(y | f, e^g)] = −g − ½ ((y − m)² + v) e^(−2g) − ½ log 2π, and E[e^(−2g)] likewise.
@@ -120,7 +116,6 @@ def several_sites(X, y=None):
         numpyro.sample("sum", dist.Normal(f + g, 0.7), obs=y)
 
 
-@pytest.mark.once
 def test_each_observed_site_is_integrated_over_the_latents_it_depends_on():
     guide, params, q = setup(several_sites)
     f, g = (tuple(np.asarray(x) for x in (q[name].mean, q[name].variance)) for name in ("f", "g"))
@@ -142,7 +137,6 @@ def paired_outputs(X, y=None):
         numpyro.sample("y", dist.StudentT(4.0, f[:, 0], 0.5), obs=y)
 
 
-@pytest.mark.once
 def test_latents_paired_with_outputs_by_a_plate_need_one_axis_only():
     Y3 = np.stack([Y, 2.0 * Y, -Y])
     guide, params, q = setup(paired_outputs, args=(X, Y3))
@@ -169,7 +163,6 @@ def mixed_in_one_plate(X, y=None, mixing=SQUARE):
         numpyro.sample("y", dist.Normal(mixed, 0.3).to_event(1), obs=y)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("traced", [False, True], ids=["constant", "argument"])
 def test_latents_that_are_mixed_within_their_plate_are_not_taken_for_paired(traced):
     Y2 = np.stack([Y, 2.0 * Y])
@@ -183,7 +176,6 @@ def test_latents_that_are_mixed_within_their_plate_are_not_taken_for_paired(trac
     assert_allclose(-float(value), expected, rtol=1e-10)
 
 
-@pytest.mark.once
 def test_three_latents_mixed_within_their_plate_are_sampled_without_bias():
     Y3 = np.stack([Y, 2.0 * Y, -Y])
     args = (X, Y3, ROTATION)
@@ -228,7 +220,6 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_axis_of_the_latents_is_followed_through_a_program(name):
     fn, expected = PROGRAMS[name]
@@ -247,7 +238,6 @@ def classes(X, y=None):
         numpyro.sample("y", dist.Categorical(logits=f.T), obs=y)
 
 
-@pytest.mark.once
 def test_more_than_two_latents_are_sampled_without_bias():
     labels = RNG.integers(0, 3, N)
     guide, params, q = setup(classes, args=(X, labels))
@@ -270,7 +260,6 @@ def deep(X, y=None):
         numpyro.sample("y", dist.Normal(outer, 0.3), obs=y)
 
 
-@pytest.mark.once
 def test_a_gp_on_a_gp_is_integrated_given_draws_of_the_inner_one():
     guide, params, q = setup(deep)
     inner = q["inner"]
@@ -292,7 +281,6 @@ def test_a_gp_on_a_gp_is_integrated_given_draws_of_the_inner_one():
     assert abs(draws.mean() - values.mean()) < 5.0 * error
 
 
-@pytest.mark.once
 def test_several_particles_are_an_average():
     def sampled(X, y=None):
         scale = numpyro.sample("scale", dist.LogNormal(0.0, 0.5))
@@ -419,14 +407,12 @@ def start_at(latents, likelihood, init=lambda svi: svi.init, **options):
     return guide.joint_groups(svi.get_params(init(svi)(jax.random.key(0))))
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", COUPLED)
 def test_a_term_that_couples_rows_is_refused_and_named_where_rows_have_sites_of_their_own(name):
     with pytest.raises(ValueError, match=r"\['term'\].* several rows of the GP site 'f'.*InducingReparam"):
         start_at(*COUPLED[name], sites="per_datum")
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", COUPLED)
 def test_a_term_that_couples_rows_is_known_to_do_so(name, compiled):
@@ -434,13 +420,11 @@ def test_a_term_that_couples_rows_is_known_to_do_so(name, compiled):
     assert group.coupled == (("term", "f"),)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", SEPARATE)
 def test_terms_that_look_at_one_row_of_each_latent_are_taken(name):
     assert start_at(*SEPARATE[name], sites="per_datum") == ()
 
 
-@pytest.mark.once
 def test_coupled_rows_are_seen_in_float32_and_among_many_rows():
     many = np.linspace(0.0, 3.0, 20_000, dtype=np.float32)[:, None]
 
@@ -456,7 +440,6 @@ def test_coupled_rows_are_seen_in_float32_and_among_many_rows():
             svi.init(jax.random.key(0), True)
 
 
-@pytest.mark.once
 def test_the_rows_of_a_model_that_changes_its_state_in_place_are_compared():
     def model(centre):
         state = mutable("state", {"runs": jnp.asarray(0.0)})
@@ -561,7 +544,6 @@ def test_a_program_whose_entries_look_at_one_row_or_add_them_is_seen_to_be_one(n
     assert Dependence.COUPLED not in jax.tree.leaves(found)
 
 
-@pytest.mark.once
 def test_a_linear_term_of_all_rows_is_integrated_exactly():
     def model(X, y=None):
         f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))

@@ -47,7 +47,6 @@ def linear_mean(X):
 # The bounds.
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("noise_scale", [NOISE, ONE_FOR_EACH_ROW], ids=["one", "one_a_row"])
 @pytest.mark.parametrize("mean", [MEAN, linear_mean], ids=["constant", "function"])
 @pytest.mark.parametrize("bound", EVIDENCE)
@@ -79,7 +78,6 @@ def masked_inside_a_plate(y):
         numpyro.sample("y", site(), obs=y)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "model", [inside_a_plate_of_the_rows, inside_a_subsampled_plate, under_a_mask_of_rows, masked_inside_a_plate]
 )
@@ -88,7 +86,6 @@ def test_a_density_that_would_count_all_rows_once_for_each_of_them_raises(model)
         log_density(handlers.seed(model, 0), (Y,), {}, {})
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_tasks_in_a_plate_with_a_mask_have_the_sum_of_their_densities():
     tasks = 2
@@ -102,7 +99,6 @@ def test_tasks_in_a_plate_with_a_mask_have_the_sum_of_their_densities():
     assert_allclose(log_density(model, (outcomes,), {}, {})[0], expected, rtol=1e-10)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_with_inducing_inputs_at_the_data_every_bound_is_the_evidence():
     K = oracles.se(X, X, LENGTHSCALE, VARIANCE)
@@ -112,7 +108,6 @@ def test_with_inducing_inputs_at_the_data_every_bound_is_the_evidence():
         assert_allclose(exact.log_prob(Y), evidence, rtol=1e-10)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("noise_scale", [0.05, NOISE, 3.0, ONE_FOR_EACH_ROW], ids=["low", "some", "high", "one_a_row"])
 def test_bounds_are_below_the_evidence_and_each_above_the_looser_one(noise_scale):
@@ -127,7 +122,6 @@ def test_bounds_are_below_the_evidence_and_each_above_the_looser_one(noise_scale
     assert tight < site(noise_scale, "dtc").log_prob(outcomes)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("bound", EVIDENCE)
 @pytest.mark.usefixtures("x64")
 def test_gradients_are_those_of_the_dense_bound(bound):
@@ -151,7 +145,6 @@ def test_gradients_are_those_of_the_dense_bound(bound):
     assert_allclose(along, got, rtol=1e-10)
 
 
-@pytest.mark.once
 def test_float32_keeps_its_digits_where_the_noise_is_small():
     # w y² − |c|² would lose log10(1e4 · 60) ≈ 6 of the 7 digits here.
     rng = np.random.default_rng(0)
@@ -167,7 +160,6 @@ def test_float32_keeps_its_digits_where_the_noise_is_small():
     assert_allclose(got, expected, atol=0.1)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_batch_of_latents_is_each_of_them():
     variances, noises = np.array([[0.7], [1.3], [2.0]]), np.array([[0.5], [0.4], [0.3]])
@@ -187,7 +179,6 @@ def test_a_batch_of_latents_is_each_of_them():
         assert_allclose(q.variance[index], expected.variance, rtol=1e-10)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("bound", EVIDENCE)
 @pytest.mark.usefixtures("x64")
 def test_draws_have_the_mean_and_covariance_of_the_model_behind_the_bound(bound):
@@ -209,7 +200,6 @@ def test_draws_have_the_mean_and_covariance_of_the_model_behind_the_bound(bound)
 # The optimal posterior.
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("bound", ["tight", "fitc"])
 @pytest.mark.usefixtures("x64")
 def test_the_optimal_posterior_is_the_dense_one(bound):
@@ -235,7 +225,6 @@ def test_the_optimal_posterior_is_the_dense_one(bound):
     assert np.all(abs(products.mean(0) - covariance) < 5.0 * products.std(0) / np.sqrt(n))
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", NATURAL)
 @pytest.mark.usefixtures("x64")
 def test_the_optimal_posterior_is_one_natural_step_of_every_guide(name):
@@ -252,7 +241,6 @@ def test_the_optimal_posterior_is_one_natural_step_of_every_guide(name):
     assert_allclose(step.variance, optimum.marginals(X_NEW).variance, rtol=1e-8)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "learn_inducing"),
     [*((name, False) for name in GUIDES), *((name, True) for name in GUIDES if name != "dense")],
@@ -268,7 +256,6 @@ def test_every_guide_started_from_the_optimum_has_the_bound_at_once(name, learn_
     assert_allclose(-svi.evaluate(state, X, Y), regression.log_prob(Y), rtol=1e-9)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_dict_starts_the_sites_it_names_and_leaves_the_others_at_the_prior():
     def two(X, y=None):
@@ -287,7 +274,6 @@ def test_a_dict_starts_the_sites_it_names_and_leaves_the_others_at_the_prior():
         wrong.init(jax.random.key(0), X, Y)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_model_can_predict_from_its_own_regression():
     def model(X, y, X_new=None):
@@ -305,7 +291,6 @@ def test_a_model_can_predict_from_its_own_regression():
 
 
 @pytest.mark.thorough
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_type_ii_maximum_likelihood_with_auto_delta_is_the_optimum_of_the_dense_bound():
     inputs, at = problems.inputs(40, 5), problems.inputs(8, 6)
@@ -341,7 +326,6 @@ def test_type_ii_maximum_likelihood_with_auto_delta_is_the_optimum_of_the_dense_
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_nuts_with_inducing_inputs_at_the_data_is_nuts_on_the_exact_marginal_likelihood():
     rng = np.random.default_rng(0)
@@ -379,7 +363,6 @@ def test_nuts_with_inducing_inputs_at_the_data_is_nuts_on_the_exact_marginal_lik
 # Mistakes.
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_mistakes_say_what_came_and_what_is_needed():
     with pytest.raises(ValueError, match=r"`bound` must be one of .*'vfe'"):
@@ -398,7 +381,6 @@ def test_mistakes_say_what_came_and_what_is_needed():
         site().condition(Y).posterior(X_NEW[:, :1])
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("inducing", [Z + 0.1, Z[:-1]], ids=["values", "shape"])
 @pytest.mark.usefixtures("x64")
 def test_a_start_at_other_inducing_inputs_is_refused(inducing):
@@ -408,7 +390,6 @@ def test_a_start_at_other_inducing_inputs_is_refused(inducing):
         SVI(model, guide, optax.sgd(0.1), sgp.QuadratureELBO()).init(jax.random.key(0), X, Y)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(("name", "inducing"), [("dense", None), ("per_datum", Z)])
 @pytest.mark.usefixtures("x64")
 def test_a_start_at_other_rows_is_refused_or_not_a_number_under_jit(name, inducing):

@@ -37,7 +37,6 @@ def value_of_f(model, values, X):
     return trace(seed(substitute(model, values), jax.random.key(0))).get_trace(X)["f"]["value"]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("conditional", CONDITIONALS)
 @pytest.mark.usefixtures("x64")
 def test_the_prior_of_f_is_the_dense_training_conditional(conditional):
@@ -53,7 +52,6 @@ def test_the_prior_of_f_is_the_dense_training_conditional(conditional):
     assert_allclose(covariance, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_gradients_are_finite_where_the_residual_vanishes():
     def without_jitter(X):
@@ -68,7 +66,6 @@ def test_gradients_are_finite_where_the_residual_vanishes():
 
 
 @pytest.mark.thorough
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_a_stock_autoguide_finds_the_posterior_of_the_dtc_model():
     # The posterior of v is Gaussian, so that the Laplace approximation of it is exact.
@@ -86,7 +83,6 @@ def test_a_stock_autoguide_finds_the_posterior_of_the_dtc_model():
     assert_allclose(posterior.covariance_matrix, np.linalg.solve(L, np.linalg.solve(L, S).T), rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("x64")
 def test_draws_of_the_inducing_variables_predict_at_other_inputs():
     v = np.random.default_rng(0).normal(size=(6, M))
@@ -97,7 +93,6 @@ def test_draws_of_the_inducing_variables_predict_at_other_inputs():
     assert_allclose(f, MEAN + v @ np.linalg.solve(L, new.Kuf), rtol=1e-10)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("conditional", CONDITIONALS)
 def test_a_plate_makes_one_latent_for_each_class(conditional):
     def classes(X, y=None):
@@ -116,7 +111,6 @@ def test_a_plate_makes_one_latent_for_each_class(conditional):
         assert_allclose(together[index], alone - MEAN, rtol=1e-4, atol=1e-5)  # float32, different batching
 
 
-@pytest.mark.once
 def test_a_plate_of_as_many_entries_as_rows_warns():
     def model(X, y=None):
         with numpyro.plate("data", X.shape[0]):
@@ -164,7 +158,6 @@ def summary_of_the_exact_model():
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.parametrize("conditional", CONDITIONALS)
 @pytest.mark.usefixtures("x64")
 def test_nuts_with_inducing_inputs_at_the_data_is_nuts_on_the_exact_latent_model(
@@ -179,7 +172,6 @@ def test_nuts_with_inducing_inputs_at_the_data_is_nuts_on_the_exact_latent_model
         assert_allclose(got["std"], expected["std"], rtol=0.15)
 
 
-@pytest.mark.once
 def test_mistakes_say_what_came_and_what_is_needed():
     with pytest.raises(TypeError, match="`inducing` must be an array or an inducing object, got a function"):
         sgp.InducingReparam(lambda kernel, X, key: X)

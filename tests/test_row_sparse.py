@@ -17,8 +17,6 @@ import numpyro_sgp as sgp
 from numpyro_sgp import features, kernels
 from numpyro_sgp.posteriors.quadruply_stochastic.weight_table import WeightTable
 
-pytestmark = pytest.mark.once
-
 RNG = np.random.default_rng(0)
 N, RANK, BATCH, NOISE = 8, 60, 10, 0.3
 X = RNG.uniform(-1.0, 1.0, size=(N, 2)).astype(np.float32)

@@ -18,7 +18,7 @@ from numpyro_sgp.posteriors.markov.separable import separated
 from numpyro_sgp.posteriors.markov.space_formulas import SpaceTimeTerm, prior_covariance, smoothed_in_blocks
 from numpyro_sgp.posteriors.markov.state_space import state_space_of
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = pytest.mark.usefixtures("x64")
 
 RNG = np.random.default_rng(0)
 # Rows off any grid, in any order, some at one time, one of them twice.

@@ -18,7 +18,7 @@ from scipy import stats
 
 import numpyro_sgp as sgp
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = pytest.mark.usefixtures("x64")
 
 DISTANCE = 0.3  # of a start from the prior median, in standard deviations; five of them is as far as it gets
 N = 60

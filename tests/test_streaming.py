@@ -15,7 +15,7 @@ import pytest
 import numpyro_sgp as sgp
 from numpyro_sgp.guides import members
 
-pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.once]
+pytestmark = pytest.mark.usefixtures("x64")
 
 N, M, NOISE = 36, 6, 0.3
 rng = np.random.default_rng(0)

@@ -32,8 +32,6 @@ import numpyro_sgp as sgp
 from numpyro_sgp.kernels import Linear, Matern32, Matern52, SquaredExponential
 from numpyro_sgp.math.linalg import default_jitter
 
-pytestmark = pytest.mark.once
-
 N, M, D = 24, 8, 2
 TRAINING, STEPS = 12, 16
 RNG = np.random.default_rng(60)

@@ -152,7 +152,6 @@ def both(x64):
     return found
 
 
-@pytest.mark.once
 @pytest.mark.thorough
 def test_the_loss_and_everything_on_request_are_those_of_dense_matrices(both):
     results = []

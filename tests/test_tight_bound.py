@@ -17,7 +17,7 @@ from scipy.optimize import minimize_scalar
 
 import numpyro_sgp as sgp
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = pytest.mark.usefixtures("x64")
 
 Y = Model().y
 LOOSE, TIGHT = sgp.QuadratureELBO(bound="titsias"), sgp.QuadratureELBO()

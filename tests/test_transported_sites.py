@@ -22,7 +22,7 @@ from numpyro_sgp.posteriors.natural_parameters import TiedSites
 N, M, JITTER = 40, 6, 1e-6
 KERNEL = SquaredExponential(0.7, 1.3)
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def data():
@@ -44,7 +44,6 @@ def moments_at(Z, reference, lambda1, Lambda2, X):
     return q.moments, q.projected_sites()
 
 
-@pytest.mark.once
 def test_sites_moved_to_the_current_inducing_inputs_are_the_same_posterior():
     X, _ = data()
     reference = jnp.linspace(-2.0, 2.0, M)[:, None]
@@ -55,7 +54,6 @@ def test_sites_moved_to_the_current_inducing_inputs_are_the_same_posterior():
         assert_allclose(after, before, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.once
 def test_an_anchor_at_the_inducing_inputs_changes_nothing():
     X, _ = data()
     Z = jnp.linspace(-2.0, 2.0, M)[:, None]
@@ -68,7 +66,6 @@ def test_an_anchor_at_the_inducing_inputs_changes_nothing():
     assert_allclose(moved[1], Lambda2, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.once
 def test_transported_sums_are_per_datum_sites_seen_through_the_reference():
     # Sites at the rows of X, summed at the reference, are sites of the process at the reference: where the reference determines
     # f(X) (as many reference inputs as data) moving Z away from it loses nothing.
@@ -101,7 +98,6 @@ def bounds(guide, steps=40):
     return -np.array(losses), svi.get_params(state)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_tied_sites_follow_per_datum_sites_while_inducing_inputs_move():
     Z = np.linspace(-0.5, 0.5, M)[:, None]  # a bad start: the inputs have to travel

@@ -17,7 +17,7 @@ from numpyro_sgp.kernels import Constant, Matern32
 from numpyro_sgp.posteriors.vecchia.formulas import moments_given, normaliser_of
 from numpyro_sgp.posteriors.vecchia.neighbours import nearest, nearest_before, neighbourhoods
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = pytest.mark.usefixtures("x64")
 
 RNG = np.random.default_rng(0)
 N = 60
@@ -192,6 +192,15 @@ def with_effects(X, y=None):
     f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X, jitter=1e-11))
     with numpyro.plate("data", X.shape[0]):
         numpyro.sample("y", dist.NegativeBinomial2(jnp.exp(f + level), concentration), obs=y)
+
+
+@pytest.mark.thorough
+def test_new_outcomes_beside_joint_latents_are_refused():
+    guide = sgp.AutoVecchiaGP(with_effects, num_neighbours=5)
+    svi = SVI(with_effects, guide, sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
+    params = svi.get_params(svi.init(jax.random.key(0), X, COUNTS))
+    with pytest.raises(TypeError, match="joint=False"):
+        guide.condition(params, NEW, COUNTS[: len(NEW)])
 
 
 @pytest.mark.thorough

@@ -31,7 +31,7 @@ from numpyro_sgp.posteriors.natural_parameters import TiedSites
 from numpyro_sgp.posteriors.weight_space import formulas as weight_space_formulas
 from numpyro_sgp.posteriors.weight_space.stale import StaleSites
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = pytest.mark.usefixtures("x64")
 
 frozen = optax.set_to_zero()
 RNG = np.random.default_rng(11)

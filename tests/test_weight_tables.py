@@ -17,7 +17,7 @@ from scipy import stats
 import numpyro_sgp as sgp
 from numpyro_sgp import features, kernels
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = pytest.mark.usefixtures("x64")
 
 RNG = np.random.default_rng(5)
 N, RANK, DRAWS, NOISE, COLUMNS = 6, 22, 20_000, 0.3, 2

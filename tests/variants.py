@@ -88,7 +88,6 @@ KEPT = {
     "markov_joint": {
         "bound_and_its_gradient_are_those_of_one_kernel_with_the_effects": {"dense"},
         "predictions_are_those_of_one_kernel_with_the_effects": {"dense"},
-        "new_outcomes_beside_joint_latents_are_refused": {"dense-condition"},
     },
     "models": {
         "a_healthy_run_refuses_nothing_and_lowers_the_loss": {"tied-Poisson"},

@@ -22,11 +22,13 @@ from numpyro_sgp.posteriors.conditioned import NEW_SITES, Conditioned
 from numpyro_sgp.posteriors.natural_parameters import (
     AbstractSites,
     DatumSites,
+    Earlier,
     EffectSites,
     JointSites,
     Past,
     Perturbation,
     Perturbed,
+    RowSites,
     TiedSites,
 )
 from numpyro_sgp.posteriors.parameters import FittedParameters
@@ -156,23 +158,28 @@ class _Rows:
         posteriors = guide.posteriors_at(params, values, args, kwargs)
         self.at_values = guide.at_latents(values, Conditioned)
         joint = {name for name, q in posteriors.items() if q.joint_run is not None}
-        for site in joint:
-            if isinstance(posteriors[site].joint_run, RowsRun):
-                msg = (
-                    f"`{method}` was called for a GP site {site!r} that has a site in each row and a joint "
-                    "posterior with other latents. Train on all rows, or with `joint=False`."
-                )
-                raise TypeError(msg)
         self.alone = {name: q for name, q in posteriors.items() if name not in joint}
-        for site in self.alone:
+        for site in posteriors:
             self._check(site, method)
         self.joint: Sites = {
             name: value
             for name, value in self.params.items()
             if isinstance(value, JointSites) and any(name.startswith(f"{site}_{guide.prefix}_") for site in joint)
         }
-        zeros = {self._name(site): DatumSites.zeros(q.batch_shape, q.prior.X) for site, q in self.alone.items()}
-        self.before: Sites = {**self.joint, **zeros}
+        self.before: Sites = dict(self.joint)
+        for site, q in self.alone.items():
+            self.before[self._name(site)] = DatumSites.zeros(q.batch_shape, q.prior.X)
+        # By parameter of the rows: that of the latents beside them.
+        self.latents_of: dict[str, str] = {}
+        for site in joint:
+            run = posteriors[site].joint_run
+            if isinstance(run, RowsRun):
+                guide.family(site).check_more_rows()
+                rows, latents = (f"{site}_{guide.prefix}_{symbol}" for symbol in ("sites", "joint_sites"))
+                self.latents_of[rows] = latents
+                nothing = jax.tree.map(jnp.zeros_like, self.joint[latents])
+                zeros = RowSites.zeros(run.num_latents, posteriors[site].prior.X)
+                self.before[rows] = dataclasses.replace(zeros, earlier=Earlier(nothing, self.params[rows]))
         particle = self._particle(self.before)
         if particle.nested_parents(particle.run_guide(particle.guide_key, {})):
             msg = f"`{method}` was called for a GP on top of a GP, where new rows change both. Train on all rows."
@@ -180,13 +187,13 @@ class _Rows:
 
     def _check(self, site: str, method: str) -> None:
         own = self.params.get(f"{site}_{self.guide.prefix}_sites")
-        if method == "remove" and isinstance(own, DatumSites):
+        if method == "remove" and isinstance(own, DatumSites | RowSites):
             msg = (
                 f"The posterior of the GP site {site!r} is made for the rows of X, with a site for each. Use "
                 '`AutoTSVGP` with `sites="tied"`, or train without the rows.'
             )
             raise TypeError(msg)
-        if any(site in group.sites for group in self.guide.joint_groups(self.params)):
+        if site in self.alone and any(site in group.sites for group in self.guide.joint_groups(self.params)):
             msg = (
                 f"Terms of the model depend on several rows of the GP site {site!r}, and `{method}` needs one Gaussian "
                 "of all that they depend on. Use `AutoTSVGP` or `AutoSVGP(natural=True)`."
@@ -217,7 +224,11 @@ class _Rows:
             return self.before
         data = self.of_data
         here = {name: value.natural_step(data[name], 0.0) for name, value in self.joint.items()}
-        return {**self.before, **with_past(here, {name: _as_sites(here[name], data[name]) for name in here})}
+        past, rows = {name: _as_sites(here[name], data[name]) for name in here}, {}
+        for name, latents in self.latents_of.items():
+            zeros: Any = self.before[name]
+            rows[name] = dataclasses.replace(zeros, earlier=Earlier(past.pop(latents), zeros.earlier.rows))
+        return {**self.before, **here, **with_past({name: here[name] for name in past}, past), **rows}
 
     def start_without(self, left: Sites, own: Sites) -> Sites:
         """The sites without rows; what latents have in the place of a prior is that of the posterior with them.
@@ -286,6 +297,8 @@ class _Rows:
         params = {**self.params, **(into or {})}
         for name in self.joint.keys() & sites.keys():
             params[name] = dataclasses.replace(cast(Any, sites[name]), past=None)
+        for name in self.latents_of.keys() & sites.keys():
+            params[name] = cast(RowSites, sites[name]).with_earlier()
         for site, q in self.alone.items():
             new = sites[self._name(site)]
             # The sites are those of deviations from the mean before.

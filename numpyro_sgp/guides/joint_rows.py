@@ -21,7 +21,7 @@ from numpyro_sgp.math.products import matmul, matvec
 from numpyro_sgp.posteriors.family import AbstractRowFamily, is_initial
 from numpyro_sgp.posteriors.joint.by_rows import JointByRows, JointCovariance, markers
 from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, Moments, standard_deviation
-from numpyro_sgp.posteriors.natural_parameters import DatumSites, JointSites, Perturbed
+from numpyro_sgp.posteriors.natural_parameters import DatumSites, JointSites, Perturbed, RowSites
 from numpyro_sgp.posteriors.parameters import FittedParameters
 from numpyro_sgp.posteriors.process import AbstractProcess, TableProcess
 
@@ -72,7 +72,10 @@ class RowsRun(AbstractJointRun):
         training, self._line = isinstance(sites, Perturbed), None
         self._training = training or is_initial(param, "sites")  # when no draws of f in all rows are asked for
         if not is_initial(param, "sites"):
-            self._line = family.in_rows(prior, value_of(sites), training=training)
+            own: RowSites = value_of(sites)
+            if training:
+                family.check_rows(prior, own)
+            self._line = family.in_rows(prior, own.with_earlier(), new=not training)
         variance = prior.kernel(prior.X)
         self.rows[site] = markers(variance)
         # Other times than those of the sites, or another order of them: a training step is refused.

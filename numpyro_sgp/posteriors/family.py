@@ -154,17 +154,17 @@ class AbstractRowFamily(AbstractPosteriorFamily):
         """Sites that change nothing, beside P latents."""
 
     @abstractmethod
-    def in_rows(self, prior: GaussianProcess, sites: Any, *, training: bool) -> AbstractRows:
-        """The process at the rows of sites and those that are asked for, which are the same in training.
+    def in_rows(self, prior: GaussianProcess, sites: Any, *, new: bool) -> AbstractRows:
+        """The process at the rows of sites and those that are asked for.
 
         Args:
             prior: at the rows that are asked for.
             sites: with their inputs `X`.
-            training: whether a natural direction is asked for.
-
-        Raises:
-            ValueError: in training, another number of rows than at initialisation.
+            new: whether these are other rows; else they are the last ones of the sites.
         """
+
+    def check_more_rows(self) -> None:
+        """Raise where new rows cannot have sites beside those of the others, which stay as they are."""
 
     def check_rows(self, prior: GaussianProcess, sites: Any) -> None:
         """Raise where a training step came with another number of rows than at initialisation."""

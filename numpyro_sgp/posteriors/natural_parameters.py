@@ -29,6 +29,7 @@ from numpyro_sgp.math.products import matmul, matvec, matvec_transposed
 __all__ = [
     "AbstractSites",
     "DatumSites",
+    "Earlier",
     "EffectSites",
     "JointSites",
     "Past",
@@ -257,12 +258,14 @@ class RowSites(AbstractSites):
         Lambda2: p in the first column, Cᵀ in the others, (N, 1 + P).
         X: the training inputs, (N, D); data, not trained.
         places: as in `DatumSites`.
+        earlier: sites of other data, which are the prior of these rows; None where there are none.
     """
 
     lambda1: Array
     Lambda2: Array
     X: Array
     places: Any = None
+    earlier: "Earlier | None" = None
 
     @classmethod
     def zeros(cls, num_latents: int, X: Array, places: Any = None) -> "RowSites":
@@ -270,10 +273,36 @@ class RowSites(AbstractSites):
         N = X.shape[0]
         return cls(jnp.zeros(N, X.dtype), jnp.zeros((N, 1 + num_latents), X.dtype), own_copy(X), places)
 
+    def with_earlier(self) -> "RowSites":
+        """The sites of the earlier rows, and these after them."""
+        if self.earlier is None:
+            return self
+        rows = self.earlier.rows
+        return RowSites(
+            jnp.concatenate([rows.lambda1, self.lambda1]),
+            jnp.concatenate([rows.Lambda2, self.Lambda2]),
+            jnp.concatenate([rows.X, self.X]),
+            rows.places,
+        )
+
     @property
     def fixed_X(self) -> Array:
         """The training inputs, as data."""
         return jax.lax.stop_gradient(self.X)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Earlier:
+    """What is known from data that came before.
+
+    Args:
+        latents: sites of w.
+        rows: those of f in its rows and between the two.
+    """
+
+    latents: JointSites
+    rows: RowSites
 
 
 @jax.tree_util.register_dataclass

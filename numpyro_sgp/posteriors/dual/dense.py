@@ -136,10 +136,11 @@ class Dense(AbstractRowFamily):
     def row_sites(self, num_latents: int, X: Array) -> RowSites:
         return RowSites.zeros(num_latents, X)
 
-    def in_rows(self, prior: GaussianProcess, sites: DatumSites | RowSites, *, training: bool) -> DenseRows:
-        N = sites.X.shape[-2]
-        if training:
-            self.check_rows(prior, sites)
-            return DenseRows(prior.kernel, prior.X, None, prior.relative_jitter, jnp.arange(N), jnp.arange(N))
-        order = jnp.arange(N + prior.X.shape[-2])
-        return DenseRows(prior.kernel, sites.fixed_X, prior.X, prior.relative_jitter, order, order[N:])
+    def in_rows(self, prior: GaussianProcess, sites: DatumSites | RowSites, *, new: bool) -> DenseRows:
+        num_sites, num_rows = sites.X.shape[-2], prior.X.shape[-2]
+        order, X = jnp.arange(num_sites + num_rows if new else num_sites), sites.fixed_X
+        first = order.shape[0] - num_rows
+        if not new:
+            # With its derivatives, where the rows depend on parameters.
+            X = prior.X if first == 0 else jnp.concatenate([X[:first], prior.X])
+        return DenseRows(prior.kernel, X, prior.X if new else None, prior.relative_jitter, order, order[first:])

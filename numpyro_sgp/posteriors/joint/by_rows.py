@@ -8,11 +8,14 @@ covariance of f at w = 0, and G = C Σ, which is one more mean of f for each num
 
 The sums l and Λ over the rows are those of linear regression on the covariates, and what is taken from them is what f
 can explain of these.
+
+Where rows came after others, the sites of these belong to the prior: q is as above, by all sites, and the divergence
+KL(q ‖ q_before) has E[log t] of the new ones alone, with log Z of all but for a constant.
 """
 
 from abc import ABC, abstractmethod
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -181,9 +184,9 @@ class JointByRows(AbstractJointGaussian):
         """From sites.
 
         Args:
-            value: sites of w.
+            value: sites of w, with the earlier ones.
             sites: those of f and between the two.
-            line: f at the rows; None for sites of f that are zero.
+            line: f at the rows, the earlier ones too; None for sites of f that are zero.
             prior_variance: of f at the rows, (N,).
             offset: prior mean of w, (P,).
             root: of its prior covariance, (P, P).
@@ -191,13 +194,15 @@ class JointByRows(AbstractJointGaussian):
         """
         of_w, of_f = value_of(value), value_of(sites)
         L, _ = whiten(matmul(root, root.T), root[:, :0])
+        new, all_rows = _without_earlier(of_w, of_f), of_f.with_earlier()
         linear, precision = of_w.lambda1, of_w.Lambda2
-        lambda1, p, C = of_f.lambda1, of_f.Lambda2[:, 0], of_f.Lambda2[:, 1:].T
+        lambda1, p, C = all_rows.lambda1, all_rows.Lambda2[:, 0], all_rows.Lambda2[:, 1:].T
+        counts = jnp.arange(lambda1.shape[0]) >= lambda1.shape[0] - of_f.lambda1.shape[0]
         if line is None:
             m, variance, G, rows = lambda1, prior_variance, C, slice(None)
             log_z, products = jnp.zeros((), m.dtype), jnp.zeros((1 + len(C),) * 2, m.dtype)
         else:
-            lambda1, p, C = line.in_order(lambda1, p, C)
+            lambda1, p, C, counts = line.in_order(lambda1, p, C, counts)
             known, rows = line.given_several(jnp.concatenate([lambda1[None], C]), p), line.rows
             m, G, variance, products = known.mean[0], known.mean[1:], known.variance, known.products
             log_z = known.log_normaliser + 0.5 * products[0, 0]
@@ -205,14 +210,14 @@ class JointByRows(AbstractJointGaussian):
         of_v = matvec(L.T, linear)
         mean, S_sqrt = natural_mean_and_root(of_v, matmul(matmul(L.T, 0.5 * (precision + precision.T)), L))
         log_z = log_z + 0.5 * of_v @ mean + jnp.sum(jnp.log(jnp.diagonal(S_sqrt)))
-        # E[log sites], over all rows.
+        # E[log sites] of the rows that are not earlier ones.
         w, T = matvec(L, mean), matmul(L, S_sqrt)
         turned = matmul(T.T, G)
         f = m - matvec_transposed(G, w)
         second = variance + jnp.sum(turned * turned, axis=0) + f * f
         crossed = f * w[:, None] - matmul(T, turned)
-        of_rows = jnp.sum(lambda1 * f - 0.5 * p * second) - jnp.sum(C * crossed)
-        own = of_w.lambda1 @ w - 0.5 * (w @ matvec(of_w.Lambda2, w) + jnp.sum(T * matmul(of_w.Lambda2, T)))
+        of_rows = jnp.sum(jnp.where(counts, lambda1 * f - 0.5 * p * second - jnp.sum(C * crossed, axis=0), 0.0))
+        own = new.lambda1 @ w - 0.5 * (w @ matvec(new.Lambda2, w) + jnp.sum(T * matmul(new.Lambda2, T)))
         f, G = (m[rows], variance[rows]), matmul(L.T, G[:, rows])
         rest = None if line is None else line.unexplained
         rest = jnp.zeros_like(f[1]) if rest is None else rest
@@ -245,7 +250,7 @@ class JointByRows(AbstractJointGaussian):
         kl, unperturbed = self.kl, variance
         if isinstance(self.value, Perturbed):
             assert isinstance(self.sites, Perturbed)
-            kl = perturb_kl(self.value.zero, self.value.value, kl)
+            kl = perturb_kl(self.value.zero, _without_earlier(self.value.value, self.sites.value), kl)
             kl = perturb_kl(self.sites.zero, self.sites.value, kl)
             c, zero = jax.lax.stop_gradient(a), self.sites.zero
             quadratic = c * c * zero.epsilon2[row, 0] + c * jnp.sum(h * zero.epsilon2[row, 1:].T, axis=0)
@@ -273,3 +278,11 @@ class JointByRows(AbstractJointGaussian):
 
     def floored(self, perturbation: Array) -> Array:
         return floored(self.value, perturbation)
+
+
+def _without_earlier(of_w: Any, of_f: Any) -> Any:
+    """The sites of w without what they have of earlier data."""
+    if of_f.earlier is None:
+        return of_w
+    known = of_f.earlier.latents
+    return dataclasses.replace(of_w, lambda1=of_w.lambda1 - known.lambda1, Lambda2=of_w.Lambda2 - known.Lambda2)

@@ -50,9 +50,12 @@ class Markov(AbstractRowFamily):
             self.check_prior(prior)
             return at_prior(prior.kernel, prior.X)
         sites = value_of(value)
-        line = self.in_rows(prior, sites, training=isinstance(value, Perturbed))
+        training = isinstance(value, Perturbed)
+        if training:
+            self.check_rows(prior, sites)
+        line = self.in_rows(prior, sites, new=not training)
         q = line.covariance(*line.in_order(sites.lambda1, sites.Lambda2)).moments()
-        if not isinstance(value, Perturbed):
+        if not training:
             return q
         # Other times, or another order of them, have no site here: the step is refused.
         q = q._replace(mean=jnp.where(same_rows(sites.X, prior.X), q.mean, jnp.nan))
@@ -98,16 +101,14 @@ class Markov(AbstractRowFamily):
             raise ValueError(msg)
         return separated(prior.kernel, X.shape[-1], dtype, self.num_harmonics)
 
-    def in_rows(self, prior: GaussianProcess, sites: DatumSites | RowSites, *, training: bool) -> AbstractTimeline:
-        if training:
-            self.check_rows(prior, sites)
+    def in_rows(self, prior: GaussianProcess, sites: DatumSites | RowSites, *, new: bool) -> AbstractTimeline:
         X = sites.fixed_X
-        if not training:
+        if new:
             X = jnp.concatenate([X, prior.X])
+        first = X.shape[0] - prior.X.shape[0]
         dtype = jnp.result_type(X, sites.lambda1)  # new times may have another one than those of the sites
         if self.space is not None:
             products, places = self._separated(prior, dtype), jax.lax.stop_gradient(sites.places)
-            first = 0 if training else sites.X.shape[0]
             return SpaceTimeline.of(prior.kernel, products, places, X.astype(dtype), first, prior.relative_jitter)
         times = X[:, 0]
         model = state_space_of(prior.kernel, dtype, self.num_harmonics)
@@ -115,4 +116,4 @@ class Markov(AbstractRowFamily):
         if parallel is None:
             parallel = jax.default_backend() != "cpu" and dtype == jnp.float64
         order, interval, places = in_ascending_order(times)
-        return Timeline(model, interval, order, places[0 if training else len(sites.X) :], parallel)
+        return Timeline(model, interval, order, places[first:], parallel)

@@ -70,14 +70,19 @@ class Vecchia(AbstractRowFamily):
             )
             raise TypeError(msg)
 
+    def check_more_rows(self) -> None:
+        msg = (
+            "`condition` was called for an `AutoVecchiaGP` with other latents in its joint posterior, where "
+            "the neighbours of the old rows would change. Train on all rows, or with `joint=False`."
+        )
+        raise TypeError(msg)
+
     def row_sites(self, num_latents: int, X: Array) -> RowSites:
         return RowSites.zeros(num_latents, X, self._places(X))
 
-    def in_rows(self, prior: GaussianProcess, sites: DatumSites | RowSites, *, training: bool) -> NeighbourRows:
-        if training:
-            self.check_rows(prior, sites)
+    def in_rows(self, prior: GaussianProcess, sites: DatumSites | RowSites, *, new: bool) -> NeighbourRows:
         X, N = sites.fixed_X, sites.X.shape[0]
-        if training:
+        if not new:
             none, rows = jnp.zeros((0, self.num_neighbours), int), jnp.arange(N)
             return NeighbourRows(prior.kernel, X, sites.places, none, rows, rows)
         both, index = jnp.concatenate([X, prior.X]), self._nearest(X, prior.X)
