@@ -10,30 +10,74 @@ KEPT = {
         "groups_hold_what_each_draw_implies": {"dense", "tied"},
         "rows_given_as_arguments_are_run_in_batches_with_one_function_for_all": {"whitened"},
     },
+    "benchmarks": {
+        "benchmark_runs_in_its_reduced_mode_and_prints_versions_and_device": {
+            "automatic_fit",
+            "functionals",
+            "joint_posteriors",
+            "startup",
+            "step_time",
+            "streaming",
+        },
+    },
     "conditioning": {
         "conditioning_on_one_half_then_the_other_is_the_posterior_of_all_rows_in_any_order": {"natural"},
         "the_result_is_the_gaussian_that_minimises_the_bound_of_the_new_rows": {"poisson-tied"},
         "what_has_no_gaussian_to_condition_is_refused": {"own base-condition", "several rows-condition"},
+        "all_members_of_a_joint_posterior_are_conditioned_together": {"all-tied"},
+        "an_outcome_that_nobody_believed_in_is_reached_downhill_and_without_a_warning": {
+            "dense-100000.0",
+            "tied-30000.0",
+        },
+        "each_of_several_latents_is_conditioned_on_its_own_outcomes": {"tied", "whitened"},
+        "float32_stays_float32_and_is_close_to_dense_float64": {"tied"},
+        "joint_sites_at_inducing_inputs_that_have_moved_are_projected_before_rows_are_added": {"all"},
+        "outcomes_that_are_nan_are_not_passed_over": {"tied-condition", "tied-remove"},
+        "the_order_of_rows_does_not_matter_and_any_of_them_can_leave": {"tied"},
+        "the_prior_of_a_noise_scale_counts_once": {"all-natural"},
+        "past_sites_count_with_the_divergence": {"tied"},
     },
     "coupled_rows": {
         "one_full_step_reaches_the_exact_posterior_of_gaussian_observations": {"averages-tied"},
         "the_loss_is_the_expectation_under_joint_draws": {"softmax-tied"},
         "importance_ratios_are_the_evidence_where_the_posterior_is_exact": {"tied"},
+        "predictors_of_few_rows_need_no_matrix_of_all_rows": {"differences-True"},
     },
     "decoupled": {
         "the_process_and_its_draws_have_the_posterior_at_any_inputs": {"full-root"},
         "a_full_natural_step_leads_to_the_targets_at_the_dense_gradients_with_the_block_s_own_mean": {"solve"},
         "losses_and_updates_on_minibatches_average_to_those_on_all_rows": {"orthogonal-True"},
         "the_gradient_of_hyperparameters_is_that_of_the_dense_bound": {"full-root", "solve-natural"},
+        "a_batch_of_kernels_gives_each_latent_s_posterior": {"full-root"},
+        "training_reaches_the_collapsed_decoupled_bound": {"full"},
+        "two_sites_a_plate_and_sampled_hyperparameters_train_and_predict": {"orthogonal-2"},
     },
     "derivatives": {
         "values_and_derivatives_of_first_and_second_order_are_those_of_the_dense_formulas": {"dense", "natural"},
         "any_subset_of_the_arguments_can_be_differentiated": {"natural"},
         "gradients_of_a_batch_are_those_of_its_members": {"natural-all"},
+        "gradients_in_float32_are_those_of_float64_to_its_rounding": {"anchored", "natural", "weights"},
+    },
+    "devices": {
+        "between_devices_only_sums_over_rows_travel": {"joint"},
+        "fit_in_two_processes_is_that_in_one_also_from_a_checkpoint": {"tied"},
+        "updates_on_eight_devices_are_those_on_one": {"tied"},
+        "fit_on_eight_devices_is_that_on_one": {"natural"},
     },
     "equivalence": {
         "a_long_run_traces_the_model_no_more_often_than_a_short_one": {"whitened"},
         "losses_and_updates_on_minibatches_average_to_those_on_all_rows": {"tied-disjoint", "whitened-subsets"},
+    },
+    "examples": {
+        "example_runs_and_writes_its_figure": {
+            "additive_effects",
+            "area_counts",
+            "deep_gp",
+            "group_effects",
+            "large_data",
+            "quickstart",
+            "sequential_design",
+        },
     },
     "float32": {
         "data_that_swallow_the_prior_are_refused": {"dense"},
@@ -43,6 +87,10 @@ KEPT = {
         },
         "the_dense_posterior_keeps_its_mean_at_small_noise": {"0.01"},
         "a_full_natural_step_on_a_signal_too_strong_for_float32_is_right_or_refused_and_counted": {"tied"},
+        "an_arbitrary_whitened_posterior_in_float32_is_right_and_so_are_those_that_gradients_lead_to": {
+            "lengthscale_0.001-variance_1e+06",
+            "lengthscale_1-variance_1",
+        },
     },
     "functionals": {
         "covariances_of_derivatives_are_the_closed_forms": {"Matérn 3/2"},
@@ -69,11 +117,23 @@ KEPT = {
     "joint": {
         "one_full_step_reaches_the_exact_joint_posterior_and_its_bound_is_the_evidence": {"tied"},
         "members_are_what_meets_in_a_term": {"with_kernel_latents-expected2"},
+        "quadrature_is_what_draws_of_all_members_estimate": {"tied"},
+        "the_direction_of_a_step_is_the_gradient_with_respect_to_expectation_parameters": {"tied"},
+        "missing_outcomes_are_left_out_of_the_bound_and_drawn_at_prediction": {"count-auto", "real-False"},
+    },
+    "joint_cavities": {
+        "sums_of_gps_and_effects_have_the_densities_of_dense_algebra": {"eliminated"},
+        "a_scale_is_drawn_and_its_draws_are_weighted": {"True"},
     },
     "judgement": {
         "vsbc_sees_a_shift_and_its_probabilities_a_wrong_width_in_gps_and_other_latents": {"shifted"},
         "cavities_of_a_gaussian_likelihood_are_exact_leave_one_out": {"weights"},
         "cavities_of_counts_are_close_to_fitting_without_each_datum": {"dense"},
+    },
+    "many_effects": {
+        "training_takes_the_steps_of_the_dense_block": {"poisson-tied"},
+        "quadrature_is_what_draws_estimate": {"tied"},
+        "one_full_step_reaches_the_exact_posterior_of_all_effects": {"tied"},
     },
     "marginal_losses": {
         "batches_of_one_row_are_taken": {"natural"},
@@ -84,10 +144,16 @@ KEPT = {
         "smoothing_is_the_dense_posterior": {"Matérn 3/2-False", "Matérn 3/2-True"},
         "new_times_may_have_another_dtype": {"float32"},
         "states_have_the_covariance_of_the_kernel_and_noise_fills_what_is_forgotten": {"Matérn 1/2", "Matérn 3/2"},
+        "training_and_predictions_are_those_of_the_dense_posterior": {"Poisson"},
+        "gradients_hold_where_one_form_of_the_noise_follows_the_other_and_where_times_are_equal": {"Matern32"},
     },
     "markov_joint": {
         "bound_and_its_gradient_are_those_of_one_kernel_with_the_effects": {"dense"},
         "predictions_are_those_of_one_kernel_with_the_effects": {"dense"},
+        "every_model_has_the_joint_posterior_over_inducing_inputs_at_all_times": {"two_outcomes"},
+        "diagnostics_are_those_of_one_kernel_with_the_effects": {"dense"},
+        "one_step_is_the_exact_posterior_for_gaussian_noise": {"dense"},
+        "counts_that_come_later_are_taken_in_as_by_inducing_inputs_at_all_times": {"time"},
     },
     "models": {
         "a_healthy_run_refuses_nothing_and_lowers_the_loss": {"tied-Poisson"},
@@ -96,6 +162,7 @@ KEPT = {
         "mutable_state_survives_a_run": {"three particles", "two sites"},
         "scaling_the_likelihood_is_replicating_the_data": {"tied"},
         "two_sites_with_their_own_outputs_give_the_sum_of_two_bounds": {"tied", "whitened"},
+        "a_batch_of_kernels_gives_the_sum_of_the_bounds_of_each_kernel": {"tied"},
     },
     "multiscale": {
         "every_guide_with_inducing_variables_takes_them": {"decoupled", "tied"},
@@ -118,6 +185,7 @@ KEPT = {
         "predictive_draws_at_new_inputs_have_the_moments_of_the_posterior": {"mean_field", "tied", "weights"},
         "median_and_quantiles_are_the_closed_form": {"decoupled", "tied", "weights"},
         "the_posterior_at_some_inputs_is_a_block_of_that_at_more": {"decoupled", "tied"},
+        "a_guide_built_in_a_new_process_predicts_the_same_from_params_alone": {"AutoNormal continuous"},
     },
     "qsgp": {
         "with_a_gaussian_likelihood_losses_and_gradients_average_to_those_of_the_dense_bound": {
@@ -132,18 +200,33 @@ KEPT = {
     },
     "space_time": {
         "one_step_is_the_sparse_posterior_with_inducing_values_at_all_pairs": {"tight"},
+        "latents_beside_f_have_the_joint_posterior_of_inducing_inputs_at_all_pairs": {"two predictors"},
     },
     "starts": {
         "latents_start_about_the_prior_median_within_a_third_of_a_standard_deviation": {"half Cauchy", "normal"},
     },
     "streaming": {
         "with_gaussian_noise_the_stream_ends_at_the_posterior_of_all_rows": {"5"},
+        "effects_of_groups_are_carried_with_the_past": {"dense"},
     },
     "stress": {
         "hostile_problems_end_finite_and_right_or_steps_are_refused_and_counted": {"tied-float32"},
     },
     "tight_bound": {
         "a_joint_posterior_reaches_the_tighter_bound_of_all_its_members": {"tied"},
+        "the_gain_is_that_of_dense_algebra_whatever_the_posterior": {
+            "a subsample-whitened",
+            "log-normal-whitened",
+            "masked-tied",
+            "masked-whitened",
+            "mixed-whitened",
+            "plain-whitened",
+            "scaled and shifted-whitened",
+            "the same rows-whitened",
+            "two sites-whitened",
+            "two terms-whitened",
+        },
+        "natural_steps_are_the_same_and_gradients_are_those_of_the_value": {"auto"},
     },
     "weight_space": {
         "the_loss_and_its_gradients_are_those_of_minus_the_dense_bound": {"fourier-natural", "map-root"},
