@@ -350,6 +350,7 @@ def test_factors_of_a_process_and_limited_latents_are_not_joint_and_what_is_adde
     assert set(effects(task, np.arange(N), KEY)) == {"f", "slope"}
 
 
+@pytest.mark.thorough
 def test_several_functions_in_a_term_are_joint():
     def model(X, y=None):
         f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(0.5), X))

@@ -388,6 +388,7 @@ def test_the_dense_posterior_keeps_its_mean_at_small_noise(noise):
 
 
 @pytest.mark.parametrize("kind", ["tied", "natural", "per_datum", "dense"])
+@pytest.mark.thorough
 def test_data_that_swallow_the_prior_are_refused(kind):
     inputs, y, noise = curve(0.003)  # N · prior variance / noise variance is 3e7
     Z = np.linspace(0.0, 10.0, 50, dtype=np.float32)[:, None]

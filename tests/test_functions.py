@@ -135,6 +135,7 @@ def test_the_method_of_the_guide_is_the_function():
     assert_array_equal(by_method(X_new), by_function(X_new))
 
 
+@pytest.mark.thorough
 def test_predictive_posterior_and_function_draws_agree_when_hyperparameters_are_random():
     guide = GUIDES["tied"](hierarchical, Z)
     params = arbitrary_parameters(hierarchical, guide, X, y)

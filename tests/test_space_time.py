@@ -131,6 +131,7 @@ def runs():
         return [(guide, *trained(guide, counts, X, COUNTS)) for guide in guides]
 
 
+@pytest.mark.thorough
 def test_counts_have_the_posterior_of_inducing_inputs_at_all_pairs(runs):
     (guide, _, own), (dense, _, other) = runs
     assert_allclose(own.losses, other.losses, rtol=1e-9)

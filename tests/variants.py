@@ -203,6 +203,12 @@ KEPT = {
         "latents_beside_f_have_the_joint_posterior_of_inducing_inputs_at_all_pairs": {"two predictors"},
     },
     "starts": {
+        "what_was_observed_is_found_in_many_forms_and_the_rest_starts_near_the_median": {
+            "a logarithm",
+            "a multivariate normal",
+            "an index",
+            "two sites",
+        },
         "latents_start_about_the_prior_median_within_a_third_of_a_standard_deviation": {"half Cauchy", "normal"},
     },
     "streaming": {
