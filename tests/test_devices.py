@@ -120,6 +120,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_another_number_of_devices(eight):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("guide_name", ["whitened", "tied"])
+@pytest.mark.exhaustive
 def test_fit_in_two_processes_is_that_in_one_also_from_a_checkpoint(two_processes, eight, guide_name):
     for process in range(2):
         found = report(two_processes, f"report_{process}")
@@ -128,6 +129,7 @@ def test_fit_in_two_processes_is_that_in_one_also_from_a_checkpoint(two_processe
 
 
 @pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_callbacks_of_each_process_evaluate_on_their_own(two_processes):
     first, second = (report(two_processes, f"report_{process}") for process in range(2))
     assert first["own"]
@@ -137,6 +139,7 @@ def test_callbacks_of_each_process_evaluate_on_their_own(two_processes):
 
 
 @pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_first_process_decides_what_to_start_from_and_when_to_stop(two_processes, eight):
     with np.load(eight / "fit_whitened_one.npz") as one:
         for process in range(2):
@@ -145,6 +148,7 @@ def test_the_first_process_decides_what_to_start_from_and_when_to_stop(two_proce
 
 
 @pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_processes_that_call_fit_differently_are_told_what_differs(two_processes):
     for process in range(2):
         data, num_steps, checkpoint = report(two_processes, f"report_{process}")["errors"]

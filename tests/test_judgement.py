@@ -186,6 +186,7 @@ def test_cavities_of_counts_are_close_to_fitting_without_each_datum(name):
 
 
 @pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_cavities_of_banana_are_within_a_twentieth_of_a_nat_of_fitting_again():
     table = np.loadtxt(Path(__file__).parents[1] / "examples" / "data" / "banana.csv", delimiter=",", skiprows=3)
     X, y = table[:, :2], table[:, 2]
@@ -334,6 +335,7 @@ def test_a_decoupled_posterior_without_a_mean_basis_is_that_of_its_one_basis():
 
 
 @pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_few_draws_are_enough_only_where_the_hyperparameters_are_fixed():
     svi, result = fitted(hierarchical, sgp.AutoTSVGP(hierarchical, None), X, counts, steps=5)
     for fn in (loo_cavity, psis_khat):

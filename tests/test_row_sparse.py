@@ -70,6 +70,7 @@ def test_the_trained_mean_is_the_ridge_solution(trained):
 
 
 @pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_what_is_tracked_is_its_recomputation_after_ten_thousand_steps(trained):
     _, result = trained
     inner = result.state.optim_state[1]

@@ -10,6 +10,9 @@ KEPT = {
         "groups_hold_what_each_draw_implies": {"dense", "tied"},
         "rows_given_as_arguments_are_run_in_batches_with_one_function_for_all": {"whitened"},
     },
+    "bayesian": {
+        "sampled_hyperparameters_have_the_posterior_that_nuts_finds": {"dense"},
+    },
     "benchmarks": {
         "benchmark_runs_in_its_reduced_mode_and_prints_versions_and_device": {
             "automatic_fit",
@@ -60,7 +63,6 @@ KEPT = {
     },
     "devices": {
         "between_devices_only_sums_over_rows_travel": {"joint"},
-        "fit_in_two_processes_is_that_in_one_also_from_a_checkpoint": {"tied"},
         "updates_on_eight_devices_are_those_on_one": {"tied"},
         "fit_on_eight_devices_is_that_on_one": {"natural"},
     },
