@@ -110,6 +110,27 @@ def slope(table: Sequence[dict], size: str, key: str) -> float:
     return float(np.polyfit(sizes, values, 1)[0])
 
 
+def by_all_rows(model: Callable, guide: Any, train: Sequence[np.ndarray], steps: int, learning_rate: float):
+    """Parameters after steps on all rows, and the processor time.
+
+    Args:
+        model: of the rows.
+        guide: with a site in each row.
+        train: the rows.
+        steps: their number.
+        learning_rate: of the hyperparameters, at first.
+    """
+    optim = numpyro_sgp.NaturalGradient(0.7, optax.adam(optax.cosine_decay_schedule(learning_rate, steps)))
+    svi = SVI(model, guide, optim, numpyro_sgp.QuadratureELBO(10))
+    start = time.process_time()
+    state = svi.init(jax.random.key(0), *train)
+    update = jax.jit(svi.update, donate_argnums=0)
+    for _ in range(steps):
+        state, loss = update(state, *train)
+    loss.block_until_ready()
+    return svi.get_params(state), time.process_time() - start
+
+
 def by_batches(
     model: Callable, guide: Any, train: Sequence[np.ndarray], seconds: float, most: int | None, step_size: float = 0.5
 ):

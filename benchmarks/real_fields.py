@@ -15,18 +15,15 @@ import csv
 import datetime as dt
 import io
 from pathlib import Path
-import time
 from typing import Any
 import zipfile
 
-from common import by_batches, report
+from common import by_all_rows, by_batches, report
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import SVI
-import optax
 
 import numpyro_sgp as sgp
 from numpyro_sgp.kernels import Matern12, Matern32, Matern52, Select
@@ -125,16 +122,9 @@ def compare(
     test = tuple(each[picked] for each in test)
     steps, runs, fitted = 3 if reduced else 60, [], {}
     for name, guide in structured.items():
-        optim = sgp.NaturalGradient(0.7, optax.adam(optax.cosine_decay_schedule(0.1, steps)))
-        svi = SVI(model, guide, optim, sgp.QuadratureELBO(10))
-        start = time.process_time()
-        state = svi.init(jax.random.key(0), *train)
-        update = jax.jit(svi.update, donate_argnums=0)
-        for _ in range(steps):
-            state, loss = update(state, *train)
-        loss.block_until_ready()
-        fitted[name] = guide, svi.get_params(state)
-        runs.append({"posterior": name, "seconds": time.process_time() - start, "steps": steps})
+        params, seconds = by_all_rows(model, guide, train, steps, 0.1)
+        fitted[name] = guide, params
+        runs.append({"posterior": name, "seconds": seconds, "steps": steps})
         print(runs[-1], flush=True)
         runs[-1] |= scores(*fitted[name], terms, train, test)
         print(runs[-1], flush=True)

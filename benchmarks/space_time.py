@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 import time
 
-from common import beside, by_batches, counts_row, long_chains, report, slope
+from common import beside, by_all_rows, by_batches, counts_row, long_chains, report, slope
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,15 +96,7 @@ def equal_time(reduced: bool, figure: Path | None) -> dict:
     runs, curves = [], {}
     for M in (3,) if reduced else (30, 50):
         guide = sgp.AutoMarkovGP(counts, space=sgp.kmeans(None, X[:num_places, 1:], num_inducing=M))
-        optim = sgp.NaturalGradient(0.7, optax.adam(optax.cosine_decay_schedule(0.2, steps)))
-        svi = SVI(counts, guide, optim, sgp.QuadratureELBO(10))
-        start = time.process_time()
-        state = svi.init(jax.random.key(0), *train)
-        update = jax.jit(svi.update, donate_argnums=0)
-        for _ in range(steps):
-            state, loss = update(state, *train)
-        loss.block_until_ready()
-        seconds, params = time.process_time() - start, svi.get_params(state)
+        params, seconds = by_all_rows(counts, guide, train, steps, 0.2)
         name = f"{M} places"
         runs.append(counts_row(name, guide, params, seconds, train, test) | {"steps": steps})
         curves[name] = _curve(guide, params, X[rows])

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 import time
 
-from common import beside, by_batches, counts_row, long_chains, report
+from common import beside, by_all_rows, by_batches, counts_row, long_chains, report
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,15 +83,7 @@ def equal_time(reduced: bool, figure: Path | None) -> dict:
     runs, maps = [], {}
     for neighbours in (5,) if reduced else (20, 40):
         guide = sgp.AutoVecchiaGP(counts, num_neighbours=neighbours)
-        optim = sgp.NaturalGradient(0.7, optax.adam(optax.cosine_decay_schedule(0.1, steps)))
-        svi = SVI(counts, guide, optim, sgp.QuadratureELBO(10))
-        start = time.process_time()
-        state = svi.init(jax.random.key(0), *train)
-        update = jax.jit(svi.update, donate_argnums=0)
-        for _ in range(steps):
-            state, loss = update(state, *train)
-        loss.block_until_ready()
-        seconds, params = time.process_time() - start, svi.get_params(state)
+        params, seconds = by_all_rows(counts, guide, train, steps, 0.1)
         runs.append(counts_row(f"{neighbours} neighbours", guide, params, seconds, train, tested))
         q = guide.posterior(jax.random.key(3), params, grid, np.zeros(len(grid)))["f"]
         maps[f"{neighbours} neighbours"] = q.mean
