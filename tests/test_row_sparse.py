@@ -156,6 +156,19 @@ def test_a_refresh_takes_the_kernel_as_it_is_by_then():
     assert_allclose(a + rest, table(svi.get_params(state)).tracked(), atol=1e-5)
 
 
+@pytest.mark.parametrize("covariance", ["inducing", "chevron"])
+def test_neither_initialisation_nor_a_step_needs_prior_variances_with_all_features(covariance, monkeypatch):
+    def only_its_shape(self, X):
+        assert isinstance(X, jax.core.Tracer), "a factorisation of m features"
+        return jnp.full(X.shape[:-1], jnp.nan)
+
+    monkeypatch.setattr(features.AbstractFiniteRank, "_diagonal", only_its_shape)
+    kernel = features.InducingBasis(kernels.SquaredExponential(0.7), X)
+    svi = svi_of(basis_batch=4, covariance=covariance, the_model=lambda X, y=None: model(X, y, kernel=kernel))
+    state = svi.init(jax.random.key(0), X, Y)
+    assert np.isfinite(jax.jit(svi.update)(state, X, Y)[1])
+
+
 @pytest.mark.thorough
 def test_a_relevance_vector_machine_finds_few_vectors_and_predicts_as_well_without_the_others():
     n = 60

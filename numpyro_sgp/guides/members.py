@@ -222,8 +222,11 @@ def _coupled(model: Callable[[], Any], trace: Trace) -> Coupled:
     }
     if any(site.get("_control_flow_done") for site in gps.values()):
         return Coupled({}, False, {})
-    scales = {name: jnp.sqrt(jnp.maximum(unwrap(site["fn"]).variance, 0.0)) for name, site in gps.items()}
-    return coupled_terms(model, trace, scales)
+
+    def scale_of(name: str) -> Array:
+        return jnp.sqrt(jnp.maximum(unwrap(gps[name]["fn"]).variance, 0.0))
+
+    return coupled_terms(model, trace, gps, scale_of)
 
 
 def _checked_names(

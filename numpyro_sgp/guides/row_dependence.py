@@ -41,7 +41,9 @@ class Coupled(NamedTuple):
     unsure: dict[str, list[str]]
 
 
-def coupled_terms(model: Callable[[], Any], trace: Trace, scales: Mapping[str, Array]) -> Coupled:
+def coupled_terms(
+    model: Callable[[], Any], trace: Trace, sites: Collection[str], scale_of: Callable[[str], Array]
+) -> Coupled:
     """Which terms of the model depend on several rows of one latent at once.
 
     Most programs of terms show that each entry depends on one row, or is a sum over rows. Where one does not, numbers
@@ -51,16 +53,21 @@ def coupled_terms(model: Callable[[], Any], trace: Trace, scales: Mapping[str, A
     Args:
         model: with its arguments given.
         trace: a run of it, with values for all latents, plates and parameters.
-        scales: prior standard deviations of the GP sites in it, (..., N).
+        sites: the GP sites in it.
+        scale_of: prior standard deviations of a site, (..., N): for a kernel of many features they cost more than a
+            step, so they are asked for where numbers decide.
     """
-    start = {name: trace[name]["value"] for name in scales}
+    start = {name: trace[name]["value"] for name in sites}
 
     def entries(f: Mapping[str, Any]) -> dict[str, Array]:
         return _entries(model, trace, {**start, **f})
 
-    unsure = unsure_terms(model, trace, scales)
-    leaves = jax.tree.leaves([site["value"] for site in trace.values()] + [scales[name] for name in unsure])
-    if not unsure or not all(_is_at_hand(leaf) for leaf in leaves):
+    unsure = unsure_terms(model, trace, sites)
+    if not unsure:
+        return Coupled({}, False, {})
+    scales = {name: scale_of(name) for name in unsure}
+    leaves = jax.tree.leaves([site["value"] for site in trace.values()] + list(scales.values()))
+    if not all(_is_at_hand(leaf) for leaf in leaves):
         return Coupled(unsure, False, unsure)
     found = {}
     for name, terms in unsure.items():
