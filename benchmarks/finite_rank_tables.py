@@ -11,10 +11,13 @@ SVGP, with as many inducing inputs as a batch has rows, predicts by its own post
 kernel, for "gaussian" through the same random features. To compare with the paper, whose outputs keep their units, add
 the logarithm of that standard deviation, which is kept as well.
 
+`--optimizer adadelta` takes the paper's optimizer instead, at a constant rate.
+
 With "held" a method's q is made anew each time that as many rows as `HELD` were seen, and not in each step.
 
-Each kernel and number of epochs has a file of its own. Runs that the one in `--output` already has are not repeated:
-sets, folds and methods can be added one by one. The figure is that of both measures along the runs of the first fold.
+Each kernel, number of epochs and optimizer has a file of its own. Runs that the one in `--output` already has are not
+repeated: sets, folds and methods can be added one by one. The figure is that of both measures along the runs of the
+first fold.
 
     python benchmarks/finite_rank_tables.py --data kin40k.npz bike.npz [--folds 0 1 2 3 4] [--epochs 50]
         [--kernel gaussian] [--batches 32] [--output results] [--figure curves.png]
@@ -137,7 +140,10 @@ def svi_of(method: str, kind: str, p: dict, data, batch: int, steps: int, rate: 
         # A plain mean at first, then averages over some rows for each weight: what is older has other features.
         return jnp.maximum(1.0 / (1.0 + t), min(batch / (window * rank), 1.0))
 
-    adam = optax.adam(optax.cosine_decay_schedule(rate, steps))
+    if p.get("optimizer") == "adadelta":
+        adam = optax.adadelta(rate)
+    else:
+        adam = optax.adam(optax.cosine_decay_schedule(rate, steps))
     # Until q has seen twenty rows for each weight it is near the prior, and features would shrink from its variance;
     # those of a network, that is, since cosines cannot.
     wait = int(20 * rank / batch) if kind == "linear" else 0
@@ -280,14 +286,15 @@ def main(arguments: argparse.Namespace) -> None:
         tables(arguments, "gaussian", REDUCED, 2, 2)
         result = tables(arguments, "linear", REDUCED, 2, 2)
     else:
-        result = tables(arguments, arguments.kernel, FULL, arguments.epochs, arguments.checks)
+        sizes = FULL if arguments.optimizer == "adam" else {**FULL, "optimizer": arguments.optimizer}
+        result = tables(arguments, arguments.kernel, sizes, arguments.epochs, arguments.checks)
     if arguments.figure is not None:
         figure(result, arguments.figure)
 
 
 def tables(arguments: argparse.Namespace, kind: str, p: dict, epochs: int, checks: int) -> dict:
     """What is not at hand is run; the file is written after each run."""
-    name = f"finite_rank_tables_{kind}_{epochs}"
+    name = "_".join(["finite_rank_tables", kind, str(epochs), *([p["optimizer"]] if "optimizer" in p else [])])
     settings = {**p, "epochs": epochs, "dtype": "float32", "rates": arguments.rates, "checks": checks}
     result: dict = {"settings": settings, "runs": earlier(name, settings, arguments.output)}
     methods = REDUCED_METHODS[kind] if arguments.reduced else arguments.methods
@@ -326,7 +333,8 @@ if __name__ == "__main__":
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=METHODS)
     parser.add_argument("--epochs", type=int, default=50)
     parser.add_argument("--checks", type=int, default=10, help="how often a run is judged")
-    parser.add_argument("--rates", type=float, nargs="*", default=[3e-3, 1e-2], help="of Adam, one to be chosen")
+    parser.add_argument("--rates", type=float, nargs="*", default=[3e-3, 1e-2], help="one to be chosen")
+    parser.add_argument("--optimizer", choices=["adam", "adadelta"], default="adam")
     parser.add_argument("--output", type=Path, help="folder for the result as JSON")
     parser.add_argument("--figure", type=Path, help="file for the figure")
     main(parser.parse_args())

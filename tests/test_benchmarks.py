@@ -11,6 +11,7 @@ SEVERAL = {
     "finite_rank_tables": {"finite_rank_tables_linear_2", "finite_rank_tables_gaussian_2"},
     "gaussian_bound": {"gaussian_bound", "gaussian_bound_steps"},
     "joint_posteriors": {"joint_posteriors", "joint_steps"},
+    "qsgp_all_rows": {"qsgp_all_rows", "qsgp_augmented"},
     "real_fields": {"real_flights", "real_towns"},
     "space_time": {"space_time", "space_time_nuts"},
     "spatial": {"spatial", "spatial_nuts"},

@@ -264,7 +264,7 @@ def test_options_of_the_other_kind_are_refused():
         sgp.fit(3, KEY, (X, Y))
 
 
-@pytest.mark.parametrize("rows", [N, pytest.param(23, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("rows", [N, pytest.param(23, marks=pytest.mark.exhaustive)])
 @pytest.mark.thorough
 def test_the_upper_bound_lies_above_the_evidence_and_reaches_it(rows, monkeypatch):
     monkeypatch.setattr(sparse_regression, "_BLOCK", 10)
@@ -466,7 +466,7 @@ def test_one_function_at_fixed_inputs_whose_rows_have_terms_of_their_own_may_be_
     assert [found(model) for model in models] == [0, 0, 0, 0, 0]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_function_of_time_has_inducing_inputs_where_these_are_asked_for_and_takes_steps_if_need_be(monkeypatch):
     monkeypatch.setattr(module, "_MANY_TIMES", 10)
     data = (X, RNG.normal(size=N), Y)

@@ -238,7 +238,7 @@ def test_other_kernels_are_integrated_by_nodes():
     assert_allclose(sgp.GaussianProcess(kernel, boxes, 2.0).prior_mean, 2.0 * volume)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_rows_of_a_stack_are_those_of_its_parts_in_any_order():
     both = Stack([POINTS, Stack([Derivative(OTHERS, 0), Integral(LOWER, UPPER)])])
     size = len(both)

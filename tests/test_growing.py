@@ -165,7 +165,7 @@ def test_unused_room_changes_nothing_and_neither_does_an_inducing_input_when_it_
         assert_allclose(value, wanted, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", representative(["whitened", "orthogonal"], ["orthogonal"]))
 def test_gradients_are_those_of_the_fixed_basis_and_zero_in_unused_room(form):
     pair = Pair(form)
@@ -333,7 +333,7 @@ def test_a_growing_run_compiles_once_fills_its_basis_says_so_and_ends_at_the_opt
     assert_allclose(inducing[0], LARGE_X[greedy(K, 0.0 * K, 1)[0][0]])
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_run_of_plain_steps_with_particles_moves_the_inputs_that_are_there():
     model = Model()
     guide = sgp.AutoDecoupledGP(

@@ -146,7 +146,7 @@ def test_effects_beside_a_gp_have_the_bound_of_the_gp_with_the_summed_kernel(for
     np.testing.assert_allclose(result.losses[-1], exact.losses[-1], rtol=0.0, atol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
 def test_quadrature_is_what_draws_of_all_members_estimate(form):
     guide = FORMS[form](everything, Z)
@@ -162,7 +162,7 @@ def test_quadrature_is_what_draws_of_all_members_estimate(form):
 
 
 @each_form
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The natural parameters:UserWarning")
 def test_the_direction_of_a_step_is_the_gradient_with_respect_to_expectation_parameters(form):
     guide = FORMS[form](everything, Z)
@@ -197,7 +197,7 @@ def test_the_direction_of_a_step_is_the_gradient_with_respect_to_expectation_par
     np.testing.assert_allclose(by_precision / scale, symmetric / scale, atol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_factorised_posterior_is_too_narrow_and_its_bound_lower():
     both = [fitted(poisson, sgp.AutoTSVGP(poisson, Z, joint=joint), 200, 0.5) for joint in ("auto", False)]
     joint, factorised = (np.mean(result.losses[-50:]) for _, result in both)
@@ -271,7 +271,7 @@ def effects_written(centred):
     return model
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_effects_times_their_scale_have_the_posterior_of_centred_ones():
     ends = []
     for centred in (True, False):
@@ -287,6 +287,42 @@ def test_effects_times_their_scale_have_the_posterior_of_centred_ones():
         ends.append((result.losses, draws["effect"], draws["f"], estimate))
     for centred, other in zip(*ends, strict=True):
         np.testing.assert_allclose(centred, other, rtol=1e-8, atol=1e-8)
+
+
+def test_a_factor_of_either_sign_is_no_scale():
+    # Quantiles of b would be those of the product in the opposite order.
+    def model(y=REALS):
+        s = numpyro.sample("s", dist.Normal(-2.0, 0.5))
+        b = numpyro.sample("b", dist.Normal(0.0, 1.0))
+        f = numpyro.sample("f", gp(KERNEL))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Normal(f + s * b * W[:, 1], 0.3), obs=y)
+
+    guide = sgp.AutoTSVGP(model, Z)
+    _, result = fitted(model, guide, 3, 0.5)
+    (group,) = guide.joint_groups(result.params)
+    assert group.scaled == ()
+    low, high = guide.quantiles(result.params, [0.1, 0.9], y=None)["b"]
+    assert low < high
+
+
+def test_what_is_refused_does_not_depend_on_the_units_of_the_outcomes():
+    # On minibatches the loss is now above zero, now below it, and rises by more than it is large.
+    def refused(unit):
+        def model(X, y=None, num_data=None):
+            a = numpyro.sample("a", dist.Normal(0.0, 1.0))
+            f = numpyro.sample("f", sgp.GaussianProcess(SE(1.0), X))
+            with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
+                numpyro.sample("y", dist.Normal(unit * (a + f), unit * 0.24), obs=y)
+
+        rng = np.random.default_rng(0)
+        x = rng.uniform(0.0, 6.0, (1000, 1))
+        y = unit * (np.sin(x[:, 0]) + 0.24 * rng.normal(size=len(x)))
+        svi = SVI(model, sgp.AutoTSVGP(model, Z), sgp.NaturalGradient(0.1), sgp.QuadratureELBO())
+        result = sgp.fit(svi, jax.random.key(0), (x, y), batch_size=20, num_steps=200, progress_bar=False)
+        return int(sgp.num_refused(result.state))
+
+    assert refused(1.0) == refused(100.0) <= 4
 
 
 @pytest.mark.parametrize("kind", representative(["noise", "elsewhere", "by_group"], ["noise", "elsewhere"]))
@@ -577,7 +613,7 @@ def test_an_outcome_that_is_no_number_raises():
         fitted(model, sgp.AutoTSVGP(model, Z), 1)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_loss_times_a_factor_has_the_same_steps():
     scaled = handlers.scale(everything, scale=0.01)
     ends = [
@@ -586,7 +622,7 @@ def test_a_loss_times_a_factor_has_the_same_steps():
     np.testing.assert_allclose(ends[0].Lambda2, ends[1].Lambda2, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_inducing_inputs_can_be_trained():
     guide = sgp.AutoTSVGP(poisson, Z[::2], learn_inducing=True)
     _, result = fitted(poisson, guide, 200, 0.5)
@@ -614,7 +650,7 @@ def test_float32_stays_float32():
         assert np.isfinite(result.losses).all()
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_outcomes_of_several_classes_are_drawn():
     labels = RNG.integers(0, 3, N)
 

@@ -136,7 +136,7 @@ def errors(svi, result, log_density, found):
     return np.abs(found[list(ROWS)] - [without(n) for n in ROWS])
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_two_predictors_of_each_datum_are_close_to_fitting_again():
     def log_density(draws, n):
         scale = jnp.exp(draws["g"][:, n] + 0.5 * draws["a"] - 1.0)
@@ -162,7 +162,7 @@ def test_counts_of_groups_are_close_to_fitting_again():
     assert np.all(khat == 0.0)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("again", [False, True])
 def test_a_scale_is_drawn_and_its_draws_are_weighted(again):
     def log_density(draws, n):
@@ -191,7 +191,7 @@ def test_data_that_share_a_predictor_are_left_out_one_by_one():
     np.testing.assert_allclose(found, exact(C, both.ravel()), atol=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_process_may_be_in_the_noise_of_all_outputs():
     both = np.stack([REALS, REALS[::-1]])
 

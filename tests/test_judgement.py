@@ -413,7 +413,7 @@ def hierarchical(X, y=None):
         numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_mean_ratio_is_the_bound_with_random_hyperparameters_too():
     model = handlers.scale(hierarchical, scale=0.3)
     # The Jacobian of log θ is part of q(θ): its mean is about 0.9 there.

@@ -127,6 +127,7 @@ def test_one_full_step_reaches_the_exact_posterior_of_all_effects(form):
         pytest.param(two_predictors, "natural", marks=pytest.mark.thorough),
     ],
 )
+@pytest.mark.exhaustive
 def test_training_takes_the_steps_of_the_dense_block(model, form, monkeypatch):
     ends = []
     for _ in range(2):
@@ -142,7 +143,7 @@ def test_training_takes_the_steps_of_the_dense_block(model, form, monkeypatch):
         np.testing.assert_allclose(eliminated, dense, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["tied", pytest.param("natural", marks=pytest.mark.thorough)])
 def test_quadrature_is_what_draws_estimate(form):
     guide = FORMS[form](two_predictors, Z)

@@ -369,7 +369,7 @@ def test_batches_of_one_row_are_taken(route):
         assert np.isfinite(value)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_latents_of_a_plate_have_matrices_of_their_own():
     C = 2
     Y2 = np.stack([Y, -2.0 * Y])

@@ -143,7 +143,7 @@ def test_training_and_predictions_are_those_of_the_dense_posterior(outcome):
         assert_allclose(*(result.params[name] for result in results), rtol=1e-9)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_hyperparameters_of_each_part_of_a_kernel_have_the_gradient_of_the_dense_bound():
     def kernel(w):
         return Matern12(w[0], w[1]) * Periodic(w[2], w[3]) + Matern52(w[4]) * Cosine(w[5], w[6]) + Constant(w[7])
@@ -247,7 +247,7 @@ def test_draws_have_the_posterior_covariance():
     assert np.all(np.isfinite(many["f"]))
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_draws_of_products_and_of_several_functions():
     kernel = Matern52(jnp.asarray([[0.5], [2.0]])) * Cosine(3.0) + Constant(0.5)
 

@@ -12,6 +12,7 @@ import pytest
 
 import numpyro_sgp as sgp
 from numpyro_sgp.kernels import Constant, Linear, Matern32, Select
+from numpyro_sgp.posteriors.joint.by_rows import markers
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -146,7 +147,7 @@ def test_functions_are_drawn_from_the_dense_posterior_given_draws_of_the_effects
         sgp.process_posterior(guide, jax.random.key(1), result.params, *NEW)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_diagnostics_are_those_of_one_kernel_with_the_effects(runs):
     found = []
     for _, svi, result in runs:
@@ -284,7 +285,7 @@ def precise_counts(t, W, y=None):
         numpyro.sample("y", dist.Poisson(jnp.exp(f + level + W @ slopes + height * (W[:, 0] > 0.0))), obs=y)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [sgp.AutoMarkovGP, dense], ids=["time", "dense"])
 def test_counts_that_come_later_are_taken_in_as_by_inducing_inputs_at_all_times(kind):
     def found(guide):
@@ -316,3 +317,9 @@ def test_several_functions_in_a_term_stay_independent_and_say_so():
     guide = sgp.AutoMarkovGP(two_functions, joint=("f", "g", "level"))
     with pytest.raises(ValueError, match="the sum of their kernels"):
         SVI(two_functions, guide, optax.adam(0.1), sgp.QuadratureELBO()).init(jax.random.key(0), TIMES, W, COUNTS)
+
+
+def test_rows_whose_numbers_float32_cannot_tell_apart_are_refused():
+    markers(np.ones(2**21, np.float32))
+    with pytest.raises(ValueError, match="up to 2097152 rows in float32, got 2097153"):
+        markers(np.ones(2**21 + 1, np.float32))

@@ -89,6 +89,36 @@ def test_initialisation_compiles_whole_functions_and_not_each_operation(caplog):
     assert 10 < len(programs) < 120
 
 
+def counts_in_time(X, y=None):
+    f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.Matern32(0.5), X))
+    numpyro.sample("y", dist.Poisson(jnp.exp(f)).to_event(1), obs=y)
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        lambda: sgp.AutoTSVGP(counts_in_time, np.linspace(0.0, 1.0, 3)[:, None]),
+        lambda: sgp.AutoTSVGP(counts_in_time, None),
+        lambda: sgp.AutoMarkovGP(counts_in_time),
+        lambda: sgp.AutoVecchiaGP(counts_in_time, num_neighbours=3),
+    ],
+    ids=["tied", "dense", "time", "neighbours"],
+)
+def test_a_second_prediction_compiles_nothing(guide, caplog):
+    guide, times = guide(), np.linspace(0.0, 1.0, 9)[:, None]
+    svi = SVI(counts_in_time, guide, sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
+    params = svi.get_params(svi.init(jax.random.key(0), times, np.ones(9)))
+
+    def predict(rng_key):
+        q = guide.posterior(rng_key, params, times + 0.05)["f"]
+        return q.mean, q.covariance(), q.sample(rng_key)
+
+    predict(jax.random.key(0))
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        predict(jax.random.key(1))
+    assert not [record for record in caplog.records if record.getMessage().startswith("Finished XLA compilation")]
+
+
 FORMS = {
     "t-SVGP": lambda model: sgp.AutoTSVGP(model, Z),
     "t-SVGP, Z trained": lambda model: sgp.AutoTSVGP(model, Z, learn_inducing=True),
@@ -147,7 +177,7 @@ def test_an_argument_that_is_no_array_does_not_keep_a_function_from_being_one_pr
     assert seen == [True, True]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_steps_with_a_thousand_inducing_inputs_or_weights_run():
     # In a process of its own: where it does not, it is the end of the process.
     assert run(Path(__file__).with_name("large_matrices_child.py"), "1024") == "tied True 0\nadversarial True 0\n"

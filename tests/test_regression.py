@@ -290,7 +290,7 @@ def test_a_model_can_predict_from_its_own_regression():
 # Inference over hyperparameters.
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("x64")
 def test_type_ii_maximum_likelihood_with_auto_delta_is_the_optimum_of_the_dense_bound():
     inputs, at = problems.inputs(40, 5), problems.inputs(8, 6)

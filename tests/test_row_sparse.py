@@ -97,7 +97,7 @@ def test_a_step_touches_the_sampled_rows_only_and_is_adagrad_with_their_gradient
     assert_allclose(np.abs((after - before)[moved]), 0.1 * np.sqrt(squares / sums[1][moved]), rtol=1e-4)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_update_run_scan_and_fit_with_a_checkpoint_take_the_same_steps(tmp_path):
     svi = svi_of(control=X[:4])
     key, steps = jax.random.key(0), 6

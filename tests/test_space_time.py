@@ -202,7 +202,7 @@ def test_counts_with_latents_beside_f_have_the_joint_posterior_of_inducing_input
     assert_allclose([q.mean, q.variance], [exact.mean, exact.variance], atol=1e-8)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", JOINT)
 def test_latents_beside_f_have_the_joint_posterior_of_inducing_inputs_at_all_pairs(name):
     found = []

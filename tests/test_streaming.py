@@ -314,10 +314,10 @@ def test_no_batch_after_the_memory_is_full_traces_the_model_again():
     assert len(runs) == before
 
 
-@pytest.mark.exhaustive
-def test_rows_that_are_no_numbers_raise_and_leave_the_state():
+@pytest.mark.parametrize("memory", [2, pytest.param(256, id="all stay")])
+def test_rows_that_are_no_numbers_raise_and_leave_the_state(memory):
     svi = svi_of(fixed)
-    stream, state, _ = streamed(svi, (X, y), BATCHES[:2], memory=2)
+    stream, state, _ = streamed(svi, (X, y), BATCHES[:2], memory=memory)
     bad = y[24:].copy()
     bad[3] = np.nan
     with pytest.raises(ValueError, match="not finite"):

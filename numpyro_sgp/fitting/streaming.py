@@ -186,8 +186,8 @@ class Streaming:
             The new state, and the loss of each step.
 
         Raises:
-            ValueError: arguments with different numbers of rows; rows whose sites are not finite, as of outcomes that
-                are NaN. The state before the batch is as it was.
+            ValueError: arguments with different numbers of rows; no step with a finite loss, or rows whose sites are
+                not finite, as of outcomes that are NaN. The state before the batch is as it was.
         """
         batch, seen = num_rows(args), int(state.num_seen)
         rows = jax.tree.map(lambda old, new: jnp.concatenate([old, jnp.asarray(new)]), state.memory, args)
@@ -206,18 +206,14 @@ class Streaming:
         svi_state, losses = self._train(
             state.svi_state, params, past, rows, weight, kept=kept, num_steps=num_steps or self.num_steps, kwargs=given
         )
+        _check_finite(jnp.isfinite(losses).any())
         keys = jnp.concatenate([keys, jax.random.uniform(key_keys, (batch,), keys.dtype)])
         order = np.argsort(-np.asarray(keys), kind="stable")
         stay, leave = np.sort(order[: self.memory]), np.sort(order[self.memory :])
         if len(leave):
             params = self.get_params(state._replace(svi_state=svi_state))
             past = self._forget(params, past, jax.tree.map(lambda x: x[leave], rows), kwargs=given)
-            if not all_finite(past):
-                msg = (
-                    "Some rows of this batch have sites that are not finite. Look for NaN in it, and go on from the "
-                    "state before it."
-                )
-                raise ValueError(msg)
+            _check_finite(all_finite(past))
         memory = jax.tree.map(lambda x: x[stay], rows)
         return StreamingState(svi_state, past, memory, keys[stay], state.num_seen + batch, rng_key), losses
 
@@ -377,6 +373,15 @@ def num_rows(args: Rows) -> int:
 def _like(old: Any, new: Any) -> Any:
     """The old state of a transformation, zeros of the new shapes where those have changed."""
     return jax.tree.map(lambda a, b: a if jnp.shape(a) == jnp.shape(b) else b, old, new)
+
+
+def _check_finite(is_finite: Array) -> None:
+    if not is_finite:
+        msg = (
+            "The losses of this batch, or the sites of some of its rows, are not finite. Look for NaN in it, and go on "
+            "from the state before it."
+        )
+        raise ValueError(msg)
 
 
 def _scaled(sites: TiedSites, factor: float) -> TiedSites:

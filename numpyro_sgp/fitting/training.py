@@ -99,8 +99,9 @@ def _warn_of_refusals(refused: int, steps: int) -> None:
     """Nothing that is refused is learnt, and a run without a progress bar shows no other sign of it."""
     if refused > max(_TOLERATED_REFUSALS * steps, 10):
         warnings.warn(
-            f"{refused} of {steps} steps were refused, because a loss, a gradient or a parameter was not finite. Give "
-            "the optimizer a smaller `step_size`, start from an older state, or use float64. "
+            f"{refused} of {steps} steps were refused, because a loss, a gradient or a parameter was not finite, or "
+            "because the loss of a joint posterior jumped up. Give the optimizer a smaller `step_size`, start from an "
+            "older state, or use float64. "
             "`num_refused(result.state)` counts them.",
             UserWarning,
             stacklevel=4,

@@ -175,10 +175,10 @@ def _needs_key(msg: dict) -> bool:
 
 
 class GivenGaussianProcesses(Messenger):
-    """Gives every GP site the same value at all its inputs, and keeps the priors."""
+    """Gives every GP site the same value at all its inputs, or values about it, and keeps the priors."""
 
-    def __init__(self, value: float) -> None:
-        self.value = value
+    def __init__(self, value: float, spread: float = 0.0) -> None:
+        self.value, self.spread = value, spread
         self.priors: dict[str, GaussianProcess] = {}
         super().__init__()
 
@@ -188,7 +188,9 @@ class GivenGaussianProcesses(Messenger):
         gp = unwrap(msg["fn"])
         if isinstance(gp, GaussianProcess):
             self.priors[msg["name"]] = gp
-            msg["value"] = jnp.full(msg["fn"].shape(), self.value, gp.X.dtype)
+            shape = msg["fn"].shape()
+            values = self.value + self.spread * np.cos(np.arange(shape[-1]))
+            msg["value"] = jnp.broadcast_to(jnp.asarray(values, gp.X.dtype), shape)
 
 
 class SwapGaussianProcesses(Messenger):

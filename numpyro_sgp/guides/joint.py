@@ -58,7 +58,7 @@ class JointRun(AbstractJointRun):
             param = SiteParameters(name, prefix, predicting)
             try:
                 inducing[name] = inducing_param(param, own.inducing, prior, own.learn_inducing)
-                refuse_growing(inducing[name], "a joint posterior")
+                refuse_growing(inducing[name], "a joint posterior (pass `joint=False`)")
             except (TypeError, ValueError) as error:
                 error.add_note(f"This was at the GP site {name!r}.")
                 raise

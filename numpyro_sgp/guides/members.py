@@ -174,7 +174,7 @@ def find_groups(
         able, inside = [name for name in able if name in named], [name for name in inside if name in named]
     groups = []
     for sites, others in _components(terms, able, inside) if joint is not False else ():
-        group = _group(program, depends, sites, others, inside, latents)
+        group = _group(program, depends, trace, sites, others, inside, latents)
         beside = frozenset().union(*(term for term in terms.values() if term.intersection(sites))).intersection(gps)
         if beside - set(able) or len({kinds[site] for site in group.sites}) > 1:
             if named is not None:
@@ -298,6 +298,7 @@ def _components(
 def _group(
     program: Program,
     depends: Mapping[str, frozenset[str]],
+    trace: Trace,
     sites: list[str],
     found: set[str],
     inside: list[str],
@@ -318,7 +319,7 @@ def _group(
     gaussian = [name for name in names if _is_gaussian(program, name, names)]
     while closed := [name for name in gaussian if (depends[f"prior {name}"] & found) - set(gaussian)]:
         gaussian = [name for name in gaussian if name not in closed]
-    scaled = _scaled(program, names, gaussian)
+    scaled = _scaled(program, names, gaussian, [name for name in names if _is_positive(trace[name]["fn"].support)])
     left = {scale for _, scale in scaled}
     names, gaussian = ([name for name in each if name not in left] for each in (names, gaussian))
     return Group(tuple(sites), tuple(names), tuple(gaussian), scaled)
@@ -355,15 +356,23 @@ def _effects(program: Program, depends: Mapping[str, frozenset[str]], trace: Tra
     return None
 
 
-def _scaled(program: Program, names: list[str], gaussian: list[str]) -> tuple[tuple[str, str], ...]:
-    """The Gaussian latents that all terms know times another one only, where no term knows that one otherwise."""
+def _is_positive(support: Any) -> bool:
+    lowest = getattr(support, "lower_bound", None)
+    return isinstance(lowest, int | float) and lowest >= 0.0
+
+
+def _scaled(
+    program: Program, names: list[str], gaussian: list[str], positive: list[str]
+) -> tuple[tuple[str, str], ...]:
+    """The Gaussian latents that all terms know times a positive one only, where no term knows that one otherwise."""
     terms = [output for output in program.outputs if output.startswith("term ")]
     values = {program.origin(program.outputs[f"value {name}"]): name for name in names}
     found = {}
     for name in gaussian:
         factor, products = program.factor(name, terms)
-        if factor in values and values[factor] != name:
-            found[name] = values[factor], products
+        scale = None if factor is None else values.get(factor)
+        if scale in positive and scale != name:
+            found[name] = scale, products
     known = program.depends_given({number: frozenset({name}) for name, each in found.items() for number in each[1]})
     seen = frozenset().union(*(known[term] for term in terms)) | frozenset(
         parent for name in names for parent in program.depends[program.outputs[f"prior {name}"]] - {name}

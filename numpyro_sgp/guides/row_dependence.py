@@ -179,18 +179,17 @@ def _gradients_couple(gradient: Callable[[np.ndarray], np.ndarray], f: np.ndarra
     """
     rng = np.random.default_rng(0)
     before = gradient(f)
+    size = np.sqrt(np.mean(np.square(before[np.isfinite(before)].astype(float)))) if np.isfinite(before).any() else 0.0
     for latent in np.ndindex(f.shape[:-1]):
         for _ in range(_NUM_HALVES):
             half = rng.uniform(size=f.shape[-1]) < 0.5
+            row, push = f[latent], scale[latent] * rng.normal(size=f.shape[-1])
             moved = f.copy()
-            moved[latent] = np.where(half, f + scale * rng.normal(size=f.shape), f)[latent]
+            moved[latent] = np.where(half, row + push, row)
             after = gradient(moved)
-            known = np.isfinite(before) & np.isfinite(after)
-            if not known.any():
-                continue
-            old, new = (np.where(known, each, 0.0).astype(float) for each in (before, after))
-            size = np.sqrt(np.mean(np.square(old[known])))
-            if np.any((np.abs(new - old) > _TOLERANCE * (np.abs(old) + size))[latent] & ~half):
+            known = np.isfinite(before[latent]) & np.isfinite(after[latent])
+            old, new = (np.where(known, each[latent], 0.0).astype(float) for each in (before, after))
+            if np.any((np.abs(new - old) > _TOLERANCE * (np.abs(old) + size)) & ~half):
                 return True
     return False
 
@@ -201,15 +200,15 @@ def _values_couple(values: Callable[[np.ndarray], list[np.ndarray]], f: np.ndarr
     For such a sum the change by two halves of the rows together is that by the one and by the other.
     """
     rng = np.random.default_rng(0)
+    others = (f + scale * rng.normal(size=f.shape)).astype(f.dtype)
     for latent in np.ndindex(f.shape[:-1]):
         for _ in range(_NUM_HALVES):
             half = rng.uniform(size=f.shape[-1]) < 0.5
-            start, end = (f + scale * rng.normal(size=f.shape) for _ in range(2))
-            points = []
+            start, end = (f[latent] + scale[latent] * rng.normal(size=f.shape[-1]) for _ in range(2))
+            points, moved = [], others.copy()
             for first, second in ((start, start), (end, end), (end, start), (start, end)):
-                moved = start.copy()
-                moved[latent] = np.where(half, first, second)[latent]
-                points.append(values(moved.astype(f.dtype)))
+                moved[latent] = np.where(half, first, second)
+                points.append(values(moved.copy()))
             for a, b, c, d in zip(*points, strict=True):
                 known = np.isfinite(a) & np.isfinite(b) & np.isfinite(c) & np.isfinite(d)
                 a, b, c, d = (np.where(known, each, 0.0).astype(float) for each in (a, b, c, d))

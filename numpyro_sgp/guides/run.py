@@ -287,17 +287,18 @@ class AbstractGuideRun(AutoGuide):
     def _is_chained(self, base_trace: dict[str, dict], sites: Collection[str], args: tuple, kwargs: dict) -> bool:
         """Whether the prior of a GP site depends on values of another one, as in a deep GP, or may do so."""
 
-        def priors(value: float) -> dict[str, list]:
-            given, swap = GivenGaussianProcesses(value), SwapGaussianProcesses(base_trace, _no_posterior, True)
+        def priors(value: float, spread: float) -> dict[str, list]:
+            given, swap = GivenGaussianProcesses(value, spread), SwapGaussianProcesses(base_trace, _no_posterior, True)
             with handlers.block(hide_fn=swap.hides), swap, given:
                 until(sites, self._with(args, kwargs))()
             return {name: jax.tree.leaves(prior) for name, prior in given.priors.items()}
 
-        first = priors(0.5)
+        first = priors(0.5, 0.0)
         if len(first) < 2:
             return False
         leaves = [leaf for leaves in first.values() for leaf in leaves]
-        others = [leaf for leaves in priors(1.0).values() for leaf in leaves]
+        # Neither its level nor its scale is that of the first: inputs may be f less its mean, say.
+        others = [leaf for leaves in priors(1.0, 0.3).values() for leaf in leaves]
         # What is no number may close over anything, and what is traced has no value yet.
         if any(callable(leaf) or isinstance(leaf, Tracer) for leaf in leaves):
             return True

@@ -33,6 +33,8 @@ Carry = tuple[Sites, Params, Any, Array]  # sites, other parameters, their state
 
 # Refused steps halve the length of the next one, down to this fraction, which is reached after 30 refusals in a row.
 _SMALLEST_DAMPING = 2.0**-30
+# How many of the largest of the last changes a loss may rise by.
+_FAR = 3.0
 
 
 class NaturalGradientState(NamedTuple):
@@ -46,6 +48,7 @@ class NaturalGradientState(NamedTuple):
         retrying: whether the last step was refused, so that the next one is not to be longer.
         refused: how many steps were refused so far.
         loss: the loss at the last accepted parameters.
+        change: the largest change of that from one step to the next, of which each step forgets a tenth.
     """
 
     params: Params
@@ -55,6 +58,7 @@ class NaturalGradientState(NamedTuple):
     retrying: Array
     refused: Array
     loss: Array
+    change: Array
 
 
 class NaturalGradient(AbstractRefusingOptimizer):
@@ -65,7 +69,7 @@ class NaturalGradient(AbstractRefusingOptimizer):
     `others`; with one E-step and one M-step, both come from the same evaluation of the loss. A step whose loss, new
     sites or parameters are not finite is refused as a whole and counted (`num_refused`): the parameters go back to
     the last ones at which the loss was finite, and the next step is half as long. So is one that makes the loss of a
-    joint posterior more than twice as large.
+    joint posterior larger by far more than it has changed of late, as it does from one minibatch to the next.
 
     Args:
         step_size: ρ in (0, 1], or an optax schedule of it.
@@ -136,6 +140,7 @@ class NaturalGradient(AbstractRefusingOptimizer):
             jnp.asarray(False),
             jnp.zeros((), jnp.int32),
             jnp.full((), jnp.inf, dtype),
+            jnp.zeros((), dtype),
         )
         return jnp.asarray(0), state
 
@@ -169,7 +174,9 @@ class NaturalGradient(AbstractRefusingOptimizer):
         damping = jnp.where(accepted, damping, 0.5 * jnp.where(usable, damping, state.damping))
         damping = jnp.maximum(damping, _SMALLEST_DAMPING)
         loss = jnp.where(accepted, trial.loss, state.loss).astype(state.loss.dtype)
-        return NaturalGradientState(params, others_state, good, damping, ~accepted, state.refused, loss)
+        change = jnp.where(accepted & jnp.isfinite(state.loss), jnp.abs(loss - state.loss), 0.0)
+        change = jnp.maximum(0.9 * state.change, change)
+        return NaturalGradientState(params, others_state, good, damping, ~accepted, state.refused, loss, change)
 
     def _simultaneous(
         self, fn: LossFn, sites: Sites, others: Params, others_state: Any, rate: Array, damping: Array
@@ -232,9 +239,15 @@ def _posteriors(sites: Sites) -> list[list[str]]:
 
 
 def _is_far_up(loss: Array, state: NaturalGradientState) -> Array:
-    """Whether the last step made the loss of a joint posterior more than twice as large, which no minibatch does."""
+    """Whether the last step made the loss of a joint posterior larger by far more than it has changed of late.
+
+    A constant added to the loss does not matter, as the units of the outcomes add one. After a refusal the parameters
+    are those that were accepted before: the loss there has changed as minibatches change it, and is none to refuse.
+    """
     sizes = [value.lambda1.size for value in state.params.values() if isinstance(value, JointSites)]
-    return loss > state.loss + jnp.abs(state.loss) + sum(sizes) if sizes else jnp.asarray(False)
+    if not sizes:
+        return jnp.asarray(False)
+    return ~state.retrying & (loss > state.loss + _FAR * state.change + sum(sizes))
 
 
 def _damping(state: NaturalGradientState) -> Array:

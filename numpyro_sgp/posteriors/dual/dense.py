@@ -16,7 +16,7 @@ from numpyro_sgp.distributions.sparse_regression import RegressionPosterior, sta
 from numpyro_sgp.kernels.functional import same_rows
 from numpyro_sgp.math.products import matmul
 from numpyro_sgp.posteriors.dual.formulas import dense_explained, dual_dense
-from numpyro_sgp.posteriors.family import AbstractRowFamily
+from numpyro_sgp.posteriors.family import AbstractRowFamily, at_prior, is_initial
 from numpyro_sgp.posteriors.joint.by_rows import AbstractRows, GivenSeveral
 from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, Moments, draw_given_inducing, perturbed_moments
 from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed, RowSites
@@ -114,6 +114,8 @@ class Dense(AbstractRowFamily):
     def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         zeros = DatumSites.zeros(batch_shape, prior.X)
         value = param("sites", started_sites(zeros, self.init_from, "datum", None, prior.X))
+        if self.init_from is None and is_initial(param, "sites"):
+            return at_prior(prior.kernel, prior.X)
         sites, kernel, kff = value_of(value), prior.kernel, prior.kernel(prior.X)
         if not isinstance(value, Perturbed):
             K, Kxf = kernel(sites.fixed_X, sites.fixed_X), kernel(sites.fixed_X, prior.X)

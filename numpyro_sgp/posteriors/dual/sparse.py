@@ -150,6 +150,8 @@ class SparseDual(AbstractPosteriorFamily):
         self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...], inducing: AbstractInducing
     ) -> Moments:
         value = self._sites(param, prior, batch_shape, inducing)
+        if self.init_from is None and is_initial(param, "sites"):
+            return at_prior(prior.kernel, prior.X)
         kernel, jitter = prior.kernel, prior.relative_jitter
         L, _, A, kff = project(inducing, kernel, prior.X, jitter)
         if isinstance(value, Perturbed):

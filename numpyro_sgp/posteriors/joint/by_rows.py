@@ -93,7 +93,17 @@ def markers(kff: Array) -> Rows:
 
     Args:
         kff: prior variances, (N,).
+
+    Raises:
+        ValueError: rows so many that their numbers are not exact after two products.
     """
+    most = round(0.25 / float(jnp.finfo(kff.dtype).eps))
+    if kff.shape[-1] > most:
+        msg = (
+            f"A posterior that is joint with other latents takes up to {most} rows in {kff.dtype}, got "
+            f"{kff.shape[-1]}. Call `numpyro.enable_x64()` and give `X` in float64, or pass `joint=False`."
+        )
+        raise ValueError(msg)
     numbers = jnp.arange(kff.shape[-1], dtype=kff.dtype)
     return Rows(jnp.stack([jnp.ones_like(numbers), numbers])[None], kff[None])
 

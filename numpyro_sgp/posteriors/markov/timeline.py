@@ -2,12 +2,14 @@
 
 from abc import abstractmethod
 import dataclasses
+from functools import partial
 import math
 
 import jax
 from jax import Array
 import jax.numpy as jnp
 
+from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.math.linalg import diagonal
 from numpyro_sgp.math.products import matmul
 from numpyro_sgp.posteriors.joint.by_rows import AbstractRows, GivenSeveral
@@ -73,29 +75,45 @@ class AbstractTimelineCovariance(AbstractDenseCovariance):
         Args:
             at_once: how many columns are smoothed together; None for one after the other.
         """
-        zeros, rows = jnp.zeros_like(self.lambda1), self.line.rows
-
-        def column(row: Array) -> Array:
-            return self.line.smoothed(zeros.at[..., row].set(1.0), self.precision).mean[..., rows]
-
-        return jnp.moveaxis(jax.lax.map(column, rows, batch_size=at_once), 0, -1)
+        return _columns(self, at_once)
 
     def draw_seen(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
         """Joint draws of what the sites see of f, about its mean: draws of the prior, corrected by the smoother.
 
         (Matheron's rule.) They are NaN where a precision is negative.
         """
-        axes, line = self.lambda1.ndim, self.line
+        axes = self.lambda1.ndim
         many, batch = shape[: len(shape) - axes], shape[len(shape) - axes : -1]
+        return _draws(self, jax.random.split(rng_key, math.prod(many)), batch).reshape(shape)
 
-        def draw(rng_key: Array) -> Array:
-            of_prior, of_sites = jax.random.split(rng_key)
-            prior = line.prior_draws(of_prior, batch)
-            noise = jax.random.normal(of_sites, prior.shape, prior.dtype)
-            residual = -self.precision * prior - jnp.sqrt(self.precision) * noise
-            return (prior + line.smoothed(residual, self.precision).mean)[..., line.rows]
 
-        return jax.lax.map(draw, jax.random.split(rng_key, math.prod(many))).reshape(shape)
+@partial(as_one_program, static_argnums=1)
+def _columns(covariance: AbstractTimelineCovariance, at_once: int | None) -> Array:
+    zeros, line = jnp.zeros_like(covariance.lambda1), covariance.line
+
+    def column(row: Array) -> Array:
+        return line.smoothed(zeros.at[..., row].set(1.0), covariance.precision).mean[..., line.rows]
+
+    return jnp.moveaxis(jax.lax.map(column, line.rows, batch_size=at_once), 0, -1)
+
+
+@partial(as_one_program, static_argnums=2)
+def _draws(covariance: AbstractTimelineCovariance, rng_keys: Array, batch: tuple[int, ...]) -> Array:
+    line, precision = covariance.line, covariance.precision
+
+    def draw(rng_key: Array) -> Array:
+        of_prior, of_sites = jax.random.split(rng_key)
+        prior = line.prior_draws(of_prior, batch)
+        noise = jax.random.normal(of_sites, prior.shape, prior.dtype)
+        residual = -precision * prior - jnp.sqrt(precision) * noise
+        return (prior + line.smoothed(residual, precision).mean)[..., line.rows]
+
+    return jax.lax.map(draw, rng_keys)
+
+
+@partial(as_one_program, static_argnums=4)
+def _smoothed(model: AbstractStateSpace, interval: Array, lambda1: Array, precision: Array, parallel: bool) -> Smoothed:
+    return smoothed(model, interval, lambda1, precision, parallel=parallel)
 
 
 @jax.tree_util.register_dataclass
@@ -118,7 +136,7 @@ class Timeline(AbstractTimeline):
     parallel: bool = dataclasses.field(metadata={"static": True})
 
     def smoothed(self, lambda1: Array, precision: Array) -> Smoothed:
-        return smoothed(self.model, self.interval, lambda1, precision, parallel=self.parallel)
+        return _smoothed(self.model, self.interval, lambda1, precision, self.parallel)
 
     def prior_draws(self, rng_key: Array, batch: tuple[int, ...]) -> Array:
         model, of_first, of_steps = self.model, *jax.random.split(rng_key)

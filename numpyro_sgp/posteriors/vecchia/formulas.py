@@ -28,6 +28,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
+from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.math.linalg import cholesky, solve_lower, solve_lower_transposed
 from numpyro_sgp.posteriors.joint.by_rows import AbstractRows, GivenSeveral
 from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, standard_deviation
@@ -204,6 +205,7 @@ def _over_rows(fn: Callable[..., Any], width: int, *rows: Array) -> Any:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:N], found)
 
 
+@as_one_program
 def conditionals(kernel: Callable, X: Array, index: Array, sites: SitesOfRows) -> tuple[Array, Array]:
     """Means and variances of f at inputs given the sites of rows near each, (..., N).
 
@@ -225,6 +227,7 @@ def conditionals(kernel: Callable, X: Array, index: Array, sites: SitesOfRows) -
     return mean, variance
 
 
+@as_one_program
 def marginals(kernel: Callable, members: Array, near: Array, sites: SitesOfRows) -> tuple[Array, Array]:
     """Means and variances of f in the rows of the sites, given those of their group and near it, (..., N).
 
@@ -249,6 +252,7 @@ def marginals(kernel: Callable, members: Array, near: Array, sites: SitesOfRows)
     return in_rows(mean), in_rows(variance)
 
 
+@as_one_program
 def products_of_sites(
     kernel: Callable, members: Array, before: Array, sites: SitesOfRows, others: Array
 ) -> tuple[Array, Array]:
@@ -355,6 +359,7 @@ class NeighbourRows(AbstractRows):
         return NeighbourCovariance(self.kernel, self.X[self.rows], self.index, sites)
 
 
+@as_one_program
 def draws(
     kernel: Callable, X: Array, index: Array, order: Array, before: Array, sites: SitesOfRows, noise: Array
 ) -> Array:
