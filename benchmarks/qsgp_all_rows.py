@@ -138,8 +138,8 @@ def sinc(reduced: bool, path: Path | None) -> dict:
                     ax.plot(
                         at[:, 0], means[form] + sign * sds[name], style, linewidth=1, label=name if sign > 0 else None
                     )
-            ax.set(xlabel="x", title=f"{form} covariance")
-            ax.legend(frameon=False, fontsize="small", title="one standard deviation", title_fontsize="small")
+            ax.set(xlabel="x", ylim=(-0.7, 1.7), title=f"{form} covariance")
+            ax.legend(frameon=False, fontsize="small", ncols=3, loc="upper center")
         figure.savefig(path, dpi=120)
         print(f"figure written to {path}")
     return {"standard deviations": table, "means": error}

@@ -1,5 +1,7 @@
 """`MultiscaleInducing` against inner products of Gaussians, and in the guides that take inducing variables."""
 
+from functools import partial
+
 from guides import GUIDES, arbitrary_parameters, loss_at
 import jax
 import jax.numpy as jnp
@@ -66,6 +68,20 @@ def test_they_and_the_function_have_one_positive_semi_definite_covariance(spread
     Kuf = u.Kuf(KERNEL, X)
     joint = np.block([[u.Kuu(KERNEL), Kuf], [Kuf.T, KERNEL(X, X)]])
     assert np.linalg.eigvalsh(joint)[0] > -1e-12
+
+
+def test_they_go_with_a_growing_basis_in_training_and_in_predictions():
+    def model(X, y=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    bases = partial(sgp.growing, capacity=20), sgp.MultiscaleInducing(Z, A)
+    guide = sgp.AutoDecoupledGP(model, *bases, parametrization="full")
+    svi = SVI(model, guide, sgp.GrowBasis(optax.adam(0.1)), sgp.QuadratureELBO())
+    params = svi.run(jax.random.key(0), 3, X, np.sin(X[:, 0]), progress_bar=False).params
+    process = sgp.process_posterior(guide, jax.random.key(0), params, X)["f"]
+    assert_allclose(process.posterior(X).mean, guide.posterior(jax.random.key(0), params, X)["f"].mean, rtol=1e-8)
 
 
 def test_a_batch_of_kernels_has_a_covariance_each():

@@ -69,7 +69,8 @@ class Streaming:
 
     Args:
         svi: with a guide whose GP sites have tied sites, `AutoTSVGP(model, inducing)`, and `NaturalGradient`.
-        memory: how many past rows are kept, a uniform sample of all that there have been.
+        memory: how many past rows are kept, a uniform sample of all that there have been. While it fills, each batch
+            meets another number of rows and compiles anew.
         num_steps: steps of the `SVI` object for each batch.
         move_inducing: whether inducing inputs follow the data. While all rows are in the memory they are the centres
             of these (`kmeans`). Later, from those there are, and some centres of the rows of a batch, those stay that
@@ -364,7 +365,7 @@ def num_rows(args: Rows) -> int:
         shapes = [np.shape(leaf) for leaf in jax.tree.leaves(args)]
         msg = (
             f"`Streaming` needs arguments with one row for each datum of the batch, got arrays of shapes {shapes}. "
-            "Give the others as keyword arguments."
+            "Bind the others to the model, `functools.partial(model, W=W)`, or give what is no array by keyword."
         )
         raise ValueError(msg)
     return cast(int, sizes.pop())

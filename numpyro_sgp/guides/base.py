@@ -86,9 +86,10 @@ class BaseGuide:
         with HiddenSamples(hide_fn=hides), handlers.trace() as trace:
             try:
                 self.guide(*args, **kwargs)
-            except RuntimeError:
-                # NumPyro found the model's density to be zero at the start: let it try others.
-                if not (first and self._chooses_start and self.sites is None):
+            except RuntimeError as error:
+                # The model's density is zero at the start: NumPyro may try others.
+                found_none = "valid initial parameters" in str(error)
+                if not (found_none and first and self._chooses_start and self.sites is None):
                     raise
                 self.guide.init_loc_fn = init_to_uniform
                 self.guide(*args, **kwargs)

@@ -10,6 +10,7 @@ from jax import Array
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from numpyro_sgp.inducing.growing import GrowingInducing
 from numpyro_sgp.inducing.points import AbstractInducing, BoundedInducingPoints, InducingPoints, as_points
 from numpyro_sgp.kernels import SquaredExponential
 from numpyro_sgp.kernels.arrays import expand
@@ -86,6 +87,8 @@ class MultiscaleInducing(AbstractInducing):
             return self._covariance(kernel, other)
         if isinstance(other, InducingPoints | BoundedInducingPoints):
             return self.Kuf(kernel, other.Z)
+        if isinstance(other, GrowingInducing):
+            return jnp.swapaxes(other.Kuv(kernel, self), -1, -2)
         msg = (
             f"`MultiscaleInducing` has no covariance with a {type(other).__name__}. Use inducing inputs for both bases."
         )
