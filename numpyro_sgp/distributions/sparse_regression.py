@@ -336,16 +336,16 @@ class RegressionPosterior:
             first, second = self.precision * self.residual, jnp.broadcast_to(self.precision, self.residual.shape)
         elif form in ("whitened", "unwhitened"):
             L_B_inverse = triangular_inverse(self.L_B)
-            first, second = self.m, cholesky(matmul(jnp.swapaxes(L_B_inverse, -1, -2), L_B_inverse))
+            first, second = self.m, cholesky(matmul(L_B_inverse.mT, L_B_inverse))
             if form == "unwhitened":
                 first, second = matvec(self.L, first), matmul(self.L, second)
         else:
-            B = matmul(self.L_B, jnp.swapaxes(self.L_B, -1, -2))
+            B = matmul(self.L_B, self.L_B.mT)
             first, second = matvec(B, self.m), B - jnp.eye(B.shape[-1], dtype=B.dtype)
             if form == "projection":
                 first = solve_lower_transposed(self.L, first[..., None])[..., 0]
                 half = solve_lower_transposed(self.L, second)
-                second = solve_lower_transposed(self.L, jnp.swapaxes(half, -1, -2))
+                second = solve_lower_transposed(self.L, half.mT)
         # Traced values cannot be compared now; where they turn out to differ, the start is NaN.
         return jnp.where(same, first, jnp.nan).astype(X.dtype), jnp.where(same, second, jnp.nan).astype(X.dtype)
 

@@ -42,7 +42,7 @@ class AbstractFiniteRank(Kernel):
     def _matrix(self, X: Array, Z: Array) -> Array:
         left = whitened_features(self, X)
         right = left if Z is X else whitened_features(self, Z)
-        return matmul(left, jnp.swapaxes(right, -1, -2))
+        return matmul(left, right.mT)
 
 
 def at(values: Array, index: ArrayLike | None) -> Array:

@@ -109,7 +109,7 @@ def frequencies(
 
 def phases(factor: Factor, X: Array, omega: Array) -> Array:
     """ωᵀx in units of lengthscales, (..., N, F), for frequencies (..., F, D)."""
-    return matmul(_spectral_inputs(factor, X), jnp.swapaxes(omega, -1, -2))
+    return matmul(_spectral_inputs(factor, X), omega.mT)
 
 
 def scale_of(factor: Factor) -> Array:

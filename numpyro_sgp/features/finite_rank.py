@@ -71,8 +71,8 @@ def features_of(kernel: FiniteRank, X: Any, index: Any = None) -> Array:
     if not isinstance(X, AbstractFunctional):
         return kernel.features(X, index)
     # With the rows last, as in `apply`.
-    rows_last = X.apply(lambda P: jnp.swapaxes(kernel.features(P, index), -1, -2))
-    return jnp.swapaxes(rows_last, -1, -2)
+    rows_last = X.apply(lambda P: kernel.features(P, index).mT)
+    return rows_last.mT
 
 
 def whitened_features(kernel: FiniteRank, X: Array) -> Array:
@@ -84,5 +84,5 @@ def whiten_features(kernel: FiniteRank, Phi: Array) -> Array:
     """The features Phi of a kernel, (..., N, r), as those of independent weights with variance one."""
     if not has_correlated_weights(kernel):
         return Phi / jnp.sqrt(weight_precision(kernel, Phi))[..., None, :]
-    A = solve_lower(cholesky(kernel.prior_precision()), jnp.swapaxes(Phi, -1, -2))
-    return jnp.swapaxes(A, -1, -2)
+    A = solve_lower(cholesky(kernel.prior_precision()), Phi.mT)
+    return A.mT

@@ -64,7 +64,7 @@ class InducingBasis(AbstractFiniteRank):
         X = as_inputs(X, "X")
         check_width(self._inducing, X, "Z")
         inducing = self._inducing if index is None else self._inducing.take(jnp.asarray(index))
-        return jnp.swapaxes(inducing.Kuf(self.kernel, X), -1, -2)
+        return inducing.Kuf(self.kernel, X).mT
 
     def prior_precision(self, index: ArrayLike | None = None) -> Array:
         """Kuu with its jitter, (..., r, r), or the rows and columns at `index`, (..., K, K)."""

@@ -5,7 +5,6 @@ import dataclasses
 
 import jax
 from jax import Array
-import jax.numpy as jnp
 
 from numpyro_sgp.features.expanded import as_finite_rank
 from numpyro_sgp.features.finite_rank import features_of, precision_matrix
@@ -39,7 +38,7 @@ class WeightVariables(AbstractInducing):
         return precision_matrix(as_finite_rank(kernel), self.num)
 
     def Kuf(self, kernel: Callable, X: Array) -> Array:
-        return jnp.swapaxes(features_of(as_finite_rank(kernel), X), -1, -2)
+        return features_of(as_finite_rank(kernel), X).mT
 
     def Kuv(self, kernel: Callable, other: AbstractInducing) -> Array:
         assert isinstance(other, WeightVariables)

@@ -28,7 +28,7 @@ def projected(sites: TiedSites, B: Array) -> TiedSites:
         both = jnp.concatenate([sites.Lambda2[:, :1], matmul(sites.Lambda2[:, 1:], B)], axis=-1)
         return dataclasses.replace(sites, Lambda2=both, past=None)
     lambda1 = jnp.sum(sites.lambda1[..., None] * B, axis=-2)
-    Lambda2 = matmul(jnp.swapaxes(B, -1, -2), matmul(sites.Lambda2, B))
+    Lambda2 = matmul(B.mT, matmul(sites.Lambda2, B))
     return dataclasses.replace(sites, lambda1=lambda1, Lambda2=Lambda2, past=None)
 
 
@@ -38,7 +38,7 @@ def projection(old: InducingPoints, new: InducingPoints, kernel: Any, jitter: Ar
     same = jnp.all(old.Z[:, None, :] == new.Z, axis=-1)
     L = cholesky(K)
     B = solve_lower_transposed(L, solve_lower(L, new.Kuv(kernel, old)))
-    return jnp.where(jnp.any(same, axis=-1)[:, None], same.astype(K.dtype), jnp.swapaxes(B, -1, -2))
+    return jnp.where(jnp.any(same, axis=-1)[:, None], same.astype(K.dtype), B.mT)
 
 
 def rung(M: int, needed: int, most: int, available: int) -> int:

@@ -122,7 +122,7 @@ class Integral(AbstractFunctional):
         if terms is None:
             return self._rule()._covariance(kernel, other)
         if not isinstance(other, Integral):
-            return jnp.swapaxes(other._covariance(kernel, self), -1, -2)
+            return other._covariance(kernel, self).mT
         sides = [
             (
                 *(jnp.asarray(side)[:, d, None] for side in (self.lower, self.upper)),

@@ -89,8 +89,8 @@ class Stack(AbstractComposite):
         return _joined([part.variance(kernel) for part in self.parts])
 
     def covariance(self, kernel: Callable, other: AbstractFunctional) -> Array:
-        parts = [jnp.swapaxes(part.covariance(kernel, other), -1, -2) for part in self.parts]
-        return jnp.swapaxes(_joined(parts), -1, -2)
+        parts = [part.covariance(kernel, other).mT for part in self.parts]
+        return _joined(parts).mT
 
 
 @final
@@ -125,8 +125,8 @@ class Rows(AbstractComposite):
         return self._taken([part.variance(kernel) for part in self.parts])
 
     def covariance(self, kernel: Callable, other: AbstractFunctional) -> Array:
-        parts = [jnp.swapaxes(part.covariance(kernel, other), -1, -2) for part in self.parts]
-        return jnp.swapaxes(self._taken(parts), -1, -2)
+        parts = [part.covariance(kernel, other).mT for part in self.parts]
+        return self._taken(parts).mT
 
     def _taken(self, values: list[Array]) -> Array:
         """Of values as each kind, (..., R), those of the right kind."""

@@ -13,12 +13,11 @@ import numpyro
 from numpyro import handlers
 
 from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
-from numpyro_sgp.distributions.traces import scaled_log_prob
+from numpyro_sgp.distributions.traces import Trace, scaled_log_prob
 from numpyro_sgp.guides.handlers import Alone
 
 __all__ = ["Coupled", "coupled_terms", "refuse", "refuse_new", "unsure_terms"]
 
-Trace = dict[str, dict[str, Any]]
 
 # A term that couples a single pair of rows is seen where the halves part them, as every second does: missed in 1/256.
 _NUM_HALVES = 8

@@ -86,7 +86,7 @@ class GrowingInducing(AbstractInducing):
         return jnp.where(self._there[:, None], kernel(self._inputs, X), 0.0)
 
     def Kuv(self, kernel: Callable, other: AbstractInducing) -> Array:
-        return jnp.where(self._there[:, None], jnp.swapaxes(other.Kuf(kernel, self._inputs), -1, -2), 0.0)
+        return jnp.where(self._there[:, None], other.Kuf(kernel, self._inputs).mT, 0.0)
 
     def take(self, index: Array) -> "GrowingInducing":
         reference, offset = jnp.take(self.reference, index, axis=-2), jnp.take(self.offset, index, axis=-2)

@@ -77,7 +77,7 @@ class MultiscaleInducing(AbstractInducing):
         Z, X = (self.Z - centre) / lengthscale, (X - centre) / lengthscale
         # 1 / (exp(2a) + 1), (..., M, D)
         weight = jax.nn.sigmoid(-2.0 * self.log_scales)
-        X_t, X2_t = jnp.swapaxes(X, -1, -2), jnp.swapaxes(X * X, -1, -2)
+        X_t, X2_t = X.mT, (X * X).mT
         r2 = jnp.sum(weight * Z * Z, axis=-1, keepdims=True) - 2.0 * matmul(weight * Z, X_t) + matmul(weight, X2_t)
         log_factor = -0.5 * jnp.sum(_log_cosh(self.log_scales), axis=-1, keepdims=True)
         return expand(kernel.variance, -2, -1) * jnp.exp(log_factor - jnp.maximum(r2, 0.0))
@@ -88,7 +88,7 @@ class MultiscaleInducing(AbstractInducing):
         if isinstance(other, InducingPoints | BoundedInducingPoints):
             return self.Kuf(kernel, other.Z)
         if isinstance(other, GrowingInducing):
-            return jnp.swapaxes(other.Kuv(kernel, self), -1, -2)
+            return other.Kuv(kernel, self).mT
         msg = (
             f"`MultiscaleInducing` has no covariance with a {type(other).__name__}. Use inducing inputs for both bases."
         )

@@ -90,7 +90,7 @@ class AbstractPoints(AbstractInducing):
     def Kuv(self, kernel: Callable, other: AbstractInducing) -> Array:
         if isinstance(other, AbstractPoints):
             return kernel(self.Z, other.Z)
-        return jnp.swapaxes(other.Kuf(kernel, self.Z), -1, -2)
+        return other.Kuf(kernel, self.Z).mT
 
 
 @final

@@ -57,11 +57,11 @@ class AbstractFunctional(ABC):
     def covariance(self, kernel: Callable, other: "AbstractFunctional") -> Array:
         """Cov(ℓ_r f, ℓ′_s f) with the rows of another functional, (..., R, S)."""
         if isinstance(other, AbstractComposite):
-            return jnp.swapaxes(other.covariance(kernel, self), -1, -2)
+            return other.covariance(kernel, self).mT
         return self._covariance(kernel, other)
 
     def _covariance(self, kernel: Callable, other: "AbstractFunctional") -> Array:
-        return jnp.swapaxes(self.apply(lambda X: jnp.swapaxes(other.cross(kernel, X), -1, -2)), -1, -2)
+        return self.apply(lambda X: other.cross(kernel, X).mT).mT
 
     @property
     def dtype(self) -> np.dtype:
@@ -109,7 +109,7 @@ def covariance_at(kernel: Callable, X: Any, Z: Any) -> Array:
         )
         raise ValueError(msg)
     if not isinstance(Z, AbstractFunctional):
-        return jnp.swapaxes(X.cross(kernel, Z), -1, -2)
+        return X.cross(kernel, Z).mT
     return X.covariance(kernel, Z) if isinstance(X, AbstractFunctional) else Z.cross(kernel, X)
 
 

@@ -10,14 +10,12 @@ from numpyro import distributions as dist
 from numpyro import handlers
 
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
-from numpyro_sgp.distributions.traces import posteriors_of
+from numpyro_sgp.distributions.traces import Trace, posteriors_of
 from numpyro_sgp.distributions.wrappers import unwrap
 from numpyro_sgp.posteriors.moments import roots_of
 from numpyro_sgp.posteriors.process import Guide
 
 __all__ = ["Regression", "read_regression"]
-
-Trace = dict[str, dict[str, Any]]
 
 
 class Regression(NamedTuple):

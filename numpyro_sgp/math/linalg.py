@@ -77,7 +77,7 @@ def cholesky(K: Array, jitter: ArrayLike = 0.0) -> Array:
     if not (isinstance(jitter, float) and jitter == 0.0):
         K = with_jitter(K, jitter)
     # The columns that LAPACK reads are the rows of the transpose.
-    return lax.linalg.cholesky(jnp.swapaxes(K, -1, -2), symmetrize_input=False)
+    return lax.linalg.cholesky(K.mT, symmetrize_input=False)
 
 
 def _solve(L: Array, B: Array, transpose: bool) -> Array:
@@ -184,7 +184,7 @@ class Root:
     def whiten_both(self, W: Array) -> Array:
         """L⁻¹ W L⁻ᵀ for symmetric W, (..., M, M)."""
         if self.inverse is None:
-            return solve_lower(self.L, jnp.swapaxes(solve_lower(self.L, W), -1, -2))
+            return solve_lower(self.L, solve_lower(self.L, W).mT)
         return mirrored(half_congruence(self.inverse, W))
 
     def whiten_half(self, W: Array) -> Array:
@@ -200,13 +200,13 @@ class Root:
     def _whiten_half(self, W: Array, part: slice) -> Array:
         if self.inverse_transposed is None:
             L = self.L[..., part, part]
-            return halved(solve_lower(L, jnp.swapaxes(solve_lower(L, W), -1, -2)))
+            return halved(solve_lower(L, solve_lower(L, W).mT))
         return half_congruence_of_transposed(self.inverse_transposed[..., part, part], W)
 
     def unwhiten_both(self, W: Array) -> Array:
         """L⁻ᵀ W L⁻¹ for symmetric W, (..., M, M)."""
         if self.inverse_transposed is None:
-            return solve_lower_transposed(self.L, jnp.swapaxes(solve_lower_transposed(self.L, W), -1, -2))
+            return solve_lower_transposed(self.L, solve_lower_transposed(self.L, W).mT)
         return congruence_of_upper(self.inverse_transposed, W)
 
 

@@ -111,7 +111,7 @@ def collapsed(Kuu: Array, Kuf: Array, kff: Array, residual: Array, noise: Array,
     precision = 1.0 / noise
     root = jnp.sqrt(precision)
     U = A * root[..., None, :]
-    L_B = cholesky(jnp.eye(M, dtype=A.dtype) + matmul(U, jnp.swapaxes(U, -1, -2)))
+    L_B = cholesky(jnp.eye(M, dtype=A.dtype) + matmul(U, U.mT))
     c = solve_lower(L_B, matvec(A, precision * residual)[..., None])
     m = solve_lower_transposed(L_B, c)[..., 0]
     misfit = residual - matvec_transposed(A, m)
@@ -206,7 +206,7 @@ def _collapsed_bound_jvp(bound: str, primals: tuple[Array, ...], tangents: tuple
     A, w = q.A, q.precision
     identity = jnp.eye(A.shape[-2], dtype=A.dtype)
     L_B_inverse = triangular_inverse(q.L_B)
-    B_inverse = matmul(jnp.swapaxes(L_B_inverse, -1, -2), L_B_inverse)
+    B_inverse = matmul(L_B_inverse.mT, L_B_inverse)
     # Whitened, the gradient with respect to Kuu is that of ½ (I − B⁻¹ − m mᵀ) − A diag(t) Aᵀ.
     whitened = 0.5 * (identity - B_inverse - q.m[..., :, None] * q.m[..., None, :])
     by_residual = -w * q.misfit
@@ -216,7 +216,7 @@ def _collapsed_bound_jvp(bound: str, primals: tuple[Array, ...], tangents: tuple
         rows = matmul(solve_lower_transposed(q.L, identity - B_inverse), A)
         shrunk = jnp.sum(A * A, axis=-2) - jnp.sum(Kuf * rows, axis=-2)
         by_Kuf = outer + rows * w[..., None, :]
-        whitened = whitened - 0.5 * (matmul(q.L_B, jnp.swapaxes(q.L_B, -1, -2)) - identity)
+        whitened = whitened - 0.5 * (matmul(q.L_B, q.L_B.mT) - identity)
     else:
         rows = matmul(solve_lower_transposed(q.L, B_inverse), A)
         # Not the product of rows with Kuf: a sum of what is not negative loses nothing in float32.
@@ -237,8 +237,8 @@ def _collapsed_bound_jvp(bound: str, primals: tuple[Array, ...], tangents: tuple
         by_kff = jnp.where(q.unexplained > 0.0, by_unexplained, 0.0)
         weighted = A * by_kff[..., None, :]
         by_Kuf = by_Kuf - 2.0 * solve_lower_transposed(q.L, weighted)
-        whitened = whitened + matmul(weighted, jnp.swapaxes(A, -1, -2))
-    half = jnp.swapaxes(solve_lower_transposed(q.L, whitened), -1, -2)
+        whitened = whitened + matmul(weighted, A.mT)
+    half = solve_lower_transposed(q.L, whitened).mT
     by_Kuu = solve_lower_transposed(q.L, half)
     dKuu, dKuf, dkff, dresidual, dnoise = tangents
     derivative = jnp.sum(by_Kuu * dKuu, axis=(-2, -1)) + jnp.sum(by_Kuf * dKuf, axis=(-2, -1))
@@ -263,7 +263,7 @@ def log_evidence(A: Array, residual: Array, noise: Array) -> Array:
     """
     r, N = A.shape[-2:]
     if r >= N:
-        return dense_log_evidence(matmul(jnp.swapaxes(A, -1, -2), A), residual, noise)
+        return dense_log_evidence(matmul(A.mT, A), residual, noise)
     L = cholesky(batch_matrix(A, noise, 1.0))
     w = solve_lower_transposed(L, solve_lower(L, matvec(A, residual)[..., None]))[..., 0]
     return -evidence_given(w, A, residual, noise, 1.0) - 0.5 * log_determinant(L)
@@ -292,7 +292,7 @@ def batch_matrix(A: Array, noise: Array, scale: ArrayLike) -> Array:
         scale: N/B.
     """
     identity, scale = jnp.eye(A.shape[-2], dtype=A.dtype), jnp.asarray(scale, A.dtype)
-    return scale * matmul(A, jnp.swapaxes(A, -1, -2)) + noise[..., None, None] * identity
+    return scale * matmul(A, A.mT) + noise[..., None, None] * identity
 
 
 def evidence_given(w: Array, A: Array, residual: Array, noise: Array, scale: ArrayLike) -> Array:
@@ -397,7 +397,7 @@ def _penalised(R: Array, B: Array, A: Array, c: Array, penalty: Array) -> tuple[
     L = cholesky(jnp.eye(R.shape[-1], dtype=R.dtype) + gram_of_rows(R))
     X = triangular_inverse(L)
     U = lower_product(X, A)
-    G = gram_of_rows(X) + c[..., None, None] * matmul(U, jnp.swapaxes(U, -1, -2))
+    G = gram_of_rows(X) + c[..., None, None] * matmul(U, U.mT)
     difference = jnp.sum(diagonal(B), axis=-1) - jnp.sum(B * G, axis=(-2, -1))
     return 0.5 * (log_determinant(L) + penalty * difference), X, G, U
 

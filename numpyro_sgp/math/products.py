@@ -64,7 +64,7 @@ def transposed(X: Array) -> Array:
     XLA would otherwise fold the transpose into a product, and on a CPU products with a transposed left factor take
     twice as long.
     """
-    return by_rows(jnp.swapaxes(by_rows(X), -1, -2))
+    return by_rows(by_rows(X).mT)
 
 
 def halved(G: Array) -> Array:
@@ -97,17 +97,17 @@ def mirrored(F: Array) -> Array:
     """F + Fᵀ, (..., M, M)."""
     M = F.shape[-1]
     if M <= _TRANSPOSED:
-        return by_rows(F + jnp.swapaxes(F, -1, -2))
+        return by_rows(F + F.mT)
     cuts = [*range(0, M, _TRANSPOSED), M]
     spans = [slice(*span) for span in itertools.pairwise(cuts)]
     lower = {
-        (i, j): F[..., rows, columns] + jnp.swapaxes(F[..., columns, rows], -1, -2)
+        (i, j): F[..., rows, columns] + F[..., columns, rows].mT
         for i, rows in enumerate(spans)
         for j, columns in enumerate(spans[: i + 1])
     }
 
     def block(i: int, j: int) -> Array:
-        return lower[i, j] if i >= j else jnp.swapaxes(lower[j, i], -1, -2)
+        return lower[i, j] if i >= j else lower[j, i].mT
 
     indices = range(len(spans))
     return jnp.concatenate([jnp.concatenate([block(i, j) for j in indices], axis=-1) for i in indices], axis=-2)
@@ -126,7 +126,7 @@ def _half_congruence(A: Array, C: Array, D: Array, W: Array) -> Array:
     """Φ(X W Xᵀ) for X = [[A, 0], [C, D]] and symmetric W: nine of the sixteen products of half the size."""
     h = A.shape[-1]
     W11, W12, W21, W22 = W[..., :h, :h], W[..., :h, h:], W[..., h:, :h], W[..., h:, h:]
-    A_t, C_t, D_t = (jnp.swapaxes(x, -1, -2) for x in (A, C, D))
+    A_t, C_t, D_t = (x.mT for x in (A, C, D))
     left = matmul(C, W11) + matmul(D, W21)
     right = matmul(C, W12) + matmul(D, W22)
     return _assemble(
@@ -138,7 +138,7 @@ def half_congruence(X: Array, W: Array) -> Array:
     """Φ(X W Xᵀ) for lower triangular X and symmetric W, (..., M, M)."""
     M = X.shape[-1]
     if M < _SPLIT:
-        return halved(matmul(X, matmul(W, jnp.swapaxes(X, -1, -2))))
+        return halved(matmul(X, matmul(W, X.mT)))
     h = _split(M)
     return _half_congruence(X[..., :h, :h], X[..., h:, :h], X[..., h:, h:], W)
 
@@ -147,21 +147,21 @@ def half_congruence_of_transposed(U: Array, W: Array) -> Array:
     """Φ(Uᵀ W U) for upper triangular U, (..., M, M): as a linear map of W, one whose transpose is quick."""
     M = U.shape[-1]
     if M < _SPLIT:
-        return halved(matmul(jnp.swapaxes(U, -1, -2), matmul(W, U)))
+        return halved(matmul(U.mT, matmul(W, U)))
     h = _split(M)
-    A, C, D = (jnp.swapaxes(x, -1, -2) for x in (U[..., :h, :h], U[..., :h, h:], U[..., h:, h:]))
+    A, C, D = (x.mT for x in (U[..., :h, :h], U[..., :h, h:], U[..., h:, h:]))
     return _half_congruence(A, C, D, W)
 
 
 def congruence_of_upper(U: Array, W: Array) -> Array:
     """U W Uᵀ for upper triangular U and symmetric W, (..., M, M)."""
     M = U.shape[-1]
-    U_t = jnp.swapaxes(U, -1, -2)
+    U_t = U.mT
     if M < _SPLIT:
         return matmul(U, matmul(W, U_t))
     h = _split(M)
     A, C, D = U[..., :h, :h], U[..., :h, h:], U[..., h:, h:]
-    A_t, C_t, D_t = (jnp.swapaxes(x, -1, -2) for x in (A, C, D))
+    A_t, C_t, D_t = (x.mT for x in (A, C, D))
     W11, W12, W21, W22 = W[..., :h, :h], W[..., :h, h:], W[..., h:, :h], W[..., h:, h:]
     upper = matmul(W11, A_t) + matmul(W12, C_t)
     lower = matmul(W21, A_t) + matmul(W22, C_t)
@@ -192,13 +192,13 @@ def gram_of_rows(X: Array) -> Array:
 
 
 def _half_gram_of_rows(X: Array) -> Array:
-    M, X_t = X.shape[-1], jnp.swapaxes(X, -1, -2)
+    M, X_t = X.shape[-1], X.mT
     if M < _SPLIT:
         return halved(matmul(X, X_t))
     h = _split(M)
     A, C, D = X[..., :h, :h], X[..., h:, :h], X[..., h:, h:]
-    C_t = jnp.swapaxes(C, -1, -2)
-    below = _product_with_upper(C, jnp.swapaxes(A, -1, -2))
+    C_t = C.mT
+    below = _product_with_upper(C, A.mT)
     return _assemble(_half_gram_of_rows(A), below, half_product(C, C_t) + _half_gram_of_rows(D))
 
 
@@ -221,9 +221,9 @@ def _half_product_of_rows(X: Array, Y: Array) -> Array:
     """Φ(X Yᵀ), (..., M, M)."""
     M = X.shape[-2]
     if M < _SPLIT:
-        return halved(matmul(X, jnp.swapaxes(Y, -1, -2)))
+        return halved(matmul(X, Y.mT))
     h = _split(M)
-    below = matmul(X[..., h:, :], jnp.swapaxes(Y[..., :h, :], -1, -2))
+    below = matmul(X[..., h:, :], Y[..., :h, :].mT)
     upper, lower = (_half_product_of_rows(X[..., rows, :], Y[..., rows, :]) for rows in (slice(h), slice(h, M)))
     return _assemble(upper, below, lower)
 

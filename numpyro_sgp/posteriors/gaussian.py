@@ -90,7 +90,7 @@ class InducingGaussian(AbstractGaussian):
             L=self.L,
             a=solve_lower_transposed(self.L, own[..., None])[..., 0],
             m=m,
-            R=jnp.swapaxes(self.S_sqrt, -1, -2),
+            R=self.S_sqrt.mT,
             mean_basis=None if part is None else part.basis,
             mean_weights=None if part is None else part.weights,
             kl=q.kl,
@@ -110,8 +110,8 @@ def root_of_points(
         return None
     L = cholesky(beta.Kuu(kernel), jitter)
     L_vv = project_orthogonal(beta, gamma, Projection(L, L, L, L[..., 0]), kernel, beta.Z, jitter).L
-    lower = jnp.swapaxes(solve_lower(L, beta.Kuv(kernel, gamma)), -1, -2)
-    upper = jnp.concatenate([L, jnp.zeros_like(jnp.swapaxes(lower, -1, -2))], axis=-1)
+    lower = solve_lower(L, beta.Kuv(kernel, gamma)).mT
+    upper = jnp.concatenate([L, jnp.zeros_like(lower.mT)], axis=-1)
     whole = jnp.concatenate([upper, jnp.concatenate([lower, L_vv], axis=-1)], axis=-2)
     return _joined(beta, gamma), whole
 

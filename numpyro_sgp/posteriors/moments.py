@@ -159,10 +159,10 @@ class Roots(AbstractCovariance):
         return None if self.T is None else self.T.shape[-2]
 
     def given_inducing(self, Kff: Array) -> Array:
-        return Kff - matmul(jnp.swapaxes(self.A, -1, -2), self.A)
+        return Kff - matmul(self.A.mT, self.A)
 
     def of_inducing(self) -> Array | None:
-        return None if self.T is None else matmul(jnp.swapaxes(self.T, -1, -2), self.T)
+        return None if self.T is None else matmul(self.T.mT, self.T)
 
     def variance_of_inducing(self) -> Array | None:
         return None if self.T is None else jnp.sum(self.T * self.T, axis=-2)

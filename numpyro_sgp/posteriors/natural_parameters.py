@@ -108,7 +108,7 @@ class Past:
 
         Negative eigenvalues are cut off: those of rounding, and small ones of a noise scale under the tighter bound.
         """
-        eigenvalues, V = jnp.linalg.eigh(0.5 * (precision + jnp.swapaxes(precision, -1, -2)))
+        eigenvalues, V = jnp.linalg.eigh(0.5 * (precision + precision.mT))
         return cls(linear, V * jnp.sqrt(jnp.maximum(eigenvalues, 0.0))[..., None, :])  # NaN stays NaN
 
     def columns(self) -> Array:
@@ -164,7 +164,7 @@ class TiedSites(AbstractSites):
         return dataclasses.replace(
             self,
             lambda1=self.lambda1 + matvec(a, linear),
-            Lambda2=self.Lambda2 + matmul(a * precision[..., None, :], jnp.swapaxes(a, -1, -2)),
+            Lambda2=self.Lambda2 + matmul(a * precision[..., None, :], a.mT),
         )
 
     def perturbation(self, *, for_step: bool, floor: float | None = None) -> "Perturbation":
@@ -423,9 +423,9 @@ def _floored_matrix_forward(delta_covariance: Array, floor: float) -> tuple[Arra
 
 
 def _floored_matrix_backward(floor: float, _: None, g: Array) -> tuple[Array]:
-    eigenvalues, V = jnp.linalg.eigh(0.5 * (g + jnp.swapaxes(g, -1, -2)))
+    eigenvalues, V = jnp.linalg.eigh(0.5 * (g + g.mT))
     scaled = V * jnp.maximum(eigenvalues, 0.5 * floor)[..., None, :]  # NaN stays NaN
-    return (matmul(scaled, jnp.swapaxes(V, -1, -2)),)
+    return (matmul(scaled, V.mT),)
 
 
 floored_matrix.defvjp(_floored_matrix_forward, _floored_matrix_backward)

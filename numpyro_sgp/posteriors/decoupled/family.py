@@ -271,7 +271,7 @@ class FullDecoupled(AbstractDecoupled):
             return value, value_of(value).Lambda2
         start = jnp.broadcast_to(_START_OF_ROOT * jnp.eye(M, dtype=dtype), (*batch_shape, M, M))
         B_sqrt = jnp.tril(param("B_sqrt", start))
-        return None, matmul(B_sqrt, jnp.swapaxes(B_sqrt, -1, -2))
+        return None, matmul(B_sqrt, B_sqrt.mT)
 
 
 @final

@@ -39,10 +39,6 @@ __all__ = [
 ]
 
 
-def _transposed(K: Array) -> Array:
-    return jnp.swapaxes(K, -1, -2)
-
-
 def _dot(x: Array, y: Array) -> Array:
     return jnp.sum(x * y, axis=-1)
 
@@ -259,8 +255,8 @@ def project_orthogonal(
     Kgg = v.Kuu(kernel)
     # Relative to K_γγ, not to C: the rounding in C is that of the difference.
     shift = jitter * jnp.mean(diagonal(Kgg), axis=-1)[..., None, None]
-    L = cholesky(Kgg - matmul(_transposed(G), G) + shift * jnp.eye(Kgg.shape[-1], dtype=Kgg.dtype))
-    Kvf = v.Kuf(kernel, X) - matmul(_transposed(G), blocks.A)
+    L = cholesky(Kgg - matmul(G.mT, G) + shift * jnp.eye(Kgg.shape[-1], dtype=Kgg.dtype))
+    Kvf = v.Kuf(kernel, X) - matmul(G.mT, blocks.A)
     return Projection(L, Kvf, solve_lower(L, Kvf), blocks.kff)
 
 

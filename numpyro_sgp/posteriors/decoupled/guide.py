@@ -147,7 +147,7 @@ class AutoDecoupledGP(AbstractAutoSparseGP):
                 if projected:
                     beta = params[f"{site}_{self.prefix}_inducing"]
                     blocks = project(beta, kernel, X, q.prior.relative_jitter)
-                    K, span = K - matmul(jnp.swapaxes(blocks.A, -1, -2), blocks.A), (beta, blocks.L)
+                    K, span = K - matmul(blocks.A.mT, blocks.A), (beta, blocks.L)
                 variance = largest_residual_variance(kernel, gamma, span)
                 found[site] = (jnp.max(largest_eigenvalue(K)) / X.shape[-2], jnp.max(variance))
             return found

@@ -98,7 +98,7 @@ def natural_mean_and_root(lambda1: Array, Lambda2: Array) -> tuple[Array, Array]
     """Mean P⁻¹λ̃, (..., M), and upper triangular root L_P⁻ᵀ of the covariance, from whitened sites."""
     _, L_P_inverse = root_of_precision(jnp.eye(Lambda2.shape[-1], dtype=Lambda2.dtype) + Lambda2)
     m = matvec_transposed(L_P_inverse, matvec(L_P_inverse, lambda1))
-    return m, jnp.swapaxes(L_P_inverse, -1, -2)
+    return m, L_P_inverse.mT
 
 
 @as_one_program
@@ -218,7 +218,7 @@ def dual_per_datum(lambda1: Array, Lambda2: Array, A_sites: Array, A: Array, kff
         Adam et al. (2021), equations 18 to 21, with the sums over data left open.
     """
     weighted = A_sites * Lambda2[..., None, :]
-    Lambda = matmul(weighted, jnp.swapaxes(A_sites, -1, -2))
+    Lambda = matmul(weighted, A_sites.mT)
     return natural_whitened(matvec(A_sites, lambda1), Lambda, A, kff)
 
 
@@ -338,7 +338,7 @@ def _dual_dense_jvp(primals: tuple, tangents: tuple) -> tuple[Moments, Moments]:
     if dLambda2 is not None:
         c = Kxf - matmul(K, h)
         half = lower_product(X, column * K)
-        C = K - matmul(jnp.swapaxes(half, -1, -2), half)
+        C = K - matmul(half.mT, half)
         dvariance = dvariance - matvec_transposed(c * c, dLambda2)
         dkl = dkl + 0.5 * jnp.sum(matvec(C * C, Lambda2) * dLambda2, axis=-1)
         # That of W½ is infinite where λ₂ = 0, as is that of the root A of what the sites explain.

@@ -89,7 +89,7 @@ class SparseDual(AbstractPosteriorFamily):
         if isinstance(sites, DatumSites):
             L = root_of_prior(inducing, prior)
             A = solve_lower(L, inducing.Kuf(kernel, sites.fixed_X))
-            Lambda2 = matmul(A * sites.Lambda2[..., None, :], jnp.swapaxes(A, -1, -2))
+            Lambda2 = matmul(A * sites.Lambda2[..., None, :], A.mT)
             return InducingGaussian(inducing, L, *natural_mean_and_root(matvec(A, sites.lambda1), Lambda2))
         Kuv = None if sites.reference is None else shared_covariance(inducing, sites.reference, kernel, jitter)
         Kuu = with_jitter(inducing.Kuu(kernel), jitter)

@@ -165,7 +165,7 @@ def _tied_jvp(blocks: tuple[int, ...] | None, primals: tuple, tangents: tuple) -
     if dKuv is not None:
         dLu = root.whiten_tangent(dKuv)
         d = d + matvec(dLu, lambda1)
-        turned = matmul(dLu, jnp.swapaxes(cast(Array, moving), -1, -2))
+        turned = matmul(dLu, cast(Array, moving).mT)
         D = turned if D is None else D + turned
     if D is not None:
         dmean, dvariance, dkl = by_sites(q, c, d, D)
@@ -187,7 +187,7 @@ def _tied_jvp(blocks: tuple[int, ...] | None, primals: tuple, tangents: tuple) -
         drift = jnp.sum(R_squared * F, axis=(-2, -1)) + jnp.sum((c.p - 0.5 * q.m) * Gm, axis=-1)
         # One product for both terms of the variance; where rounding made k_ii − |A_i|² negative, A_iᵀG A_i drops out.
         if Lu is None:
-            turn = jnp.swapaxes(F, -1, -2)
+            turn = F.mT
             dmean, dkl = dmean - matvec_transposed(E, Gm), dkl + drift
             left, right = jnp.where(explained, E, c.U), jnp.where(explained, E, c.U - 2.0 * A)
         else:
@@ -202,7 +202,7 @@ def _tied_jvp(blocks: tuple[int, ...] | None, primals: tuple, tangents: tuple) -
         dA = -matmul(F, A) if dA is None else dA - matmul(F, A)
         droot = (matmul(root.L, F),)
         if root.inverse is not None and root.inverse_transposed is not None:
-            droot += -matmul(F, root.inverse), -matmul(root.inverse_transposed, jnp.swapaxes(F, -1, -2))
+            droot += -matmul(F, root.inverse), -matmul(root.inverse_transposed, F.mT)
     derivatives = [dmean, dvariance, dkl, dA, by_posterior_root(q, dA, dLambda2), *droot, d, dLambda2]
     # In the order of the leaves of `Tied`, which has no inverses in float32.
     return value, tangents_like(value, derivatives)

@@ -67,10 +67,6 @@ def _h(term: SpaceTimeTerm) -> Array:
     return jnp.asarray(term.time.h, term.a.dtype)
 
 
-def _transposed(X: Array) -> Array:
-    return jnp.swapaxes(X, -1, -2)
-
-
 def _spread(X: Array, M: int) -> Array:
     """X ⊗ I, (..., d M, d M)."""
     d, eye = X.shape[-1], jnp.eye(M, dtype=X.dtype)
@@ -145,16 +141,16 @@ def _block(models: Sequence[AbstractStateSpace], interval: Array, a: Sequence[Ar
         between = between.reshape(*between.shape[:-2], B, B, -1)
         upper = jnp.sum(between * Qh[..., :, None, :], axis=-1)
         upper = jnp.triu(upper)
-        both = upper + _transposed(jnp.triu(upper, 1))
+        both = upper + jnp.triu(upper, 1).mT
         to_end = jnp.sum(model.transition(passed[-1] - passed) * Qh[..., None, :], axis=-1)  # (..., B, d)
-        across = _transposed(a_s)  # (..., B, M)
+        across = a_s.mT  # (..., B, M)
         H.append((seen[..., :, None] * across[..., None, :]).reshape(*_batch(seen, across), B, -1))
         U.append((to_end[..., :, None] * across[..., None, :]).reshape(*_batch(seen, across), B, -1))
         S.append(both * matmul(across, a_s))
         As.append(A[..., -1, :, :])
         Qs.append(Q[..., -1, :, :])
     H, U = (_side_by_side(parts) for parts in (H, U))
-    return _Block(As, Qs, H, sum(S[1:], start=S[0]), _transposed(U))
+    return _Block(As, Qs, H, sum(S[1:], start=S[0]), U.mT)
 
 
 def _batch(x: Array, y: Array) -> tuple[int, ...]:
@@ -191,7 +187,7 @@ def _log_determinant(X: Array, V: Array) -> Array:
 def _backward(sizes: Sequence[int], state: tuple, update: _Update) -> tuple[tuple, tuple[Array, Array]]:
     """Before a block g and G, and the marginals in it."""
     g, G = state
-    Phi_t, A_t = _transposed(update.Phi), [_transposed(A) for A in update.As]
+    Phi_t, A_t = update.Phi.mT, [A.mT for A in update.As]
     Phi_g, G_Phi = matvec(Phi_t, g), matmul(G, update.Phi)
     seen = matmul(Phi_t, G_Phi)  # ΦᵀGΦ
     mean = update.mean - matvec_transposed(update.F, Phi_g)
@@ -202,10 +198,10 @@ def _backward(sizes: Sequence[int], state: tuple, update: _Update) -> tuple[tupl
     g = _moved(A_t, sizes, g[..., None])[..., 0] - matvec_transposed(update.H, update.u + matvec(update.Omega, Phi_g))
     # With C = A − ΦΩH, CᵀGC + HᵀΩH = AᵀGA + K H + (K H)ᵀ.
     half = 0.5 * (update.Omega + matmul(update.Omega, matmul(seen, update.Omega)))
-    K = matmul(_transposed(update.H), half) - matmul(_moved(A_t, sizes, G_Phi), update.Omega)
+    K = matmul(update.H.mT, half) - matmul(_moved(A_t, sizes, G_Phi), update.Omega)
     KH = matmul(K, update.H)
-    G = _moved(A_t, sizes, _transposed(_moved(A_t, sizes, G))) + KH + _transposed(KH)
-    return (g, 0.5 * (G + _transposed(G))), (mean, variance)
+    G = _moved(A_t, sizes, _moved(A_t, sizes, G).mT) + KH + KH.mT
+    return (g, 0.5 * (G + G.mT)), (mean, variance)
 
 
 def smoothed_in_blocks(
@@ -248,22 +244,22 @@ def smoothed_in_blocks(
         interval, lambda1, w, *a = known
         given = _block(models, interval, a)
         H = jnp.broadcast_to(given.H, (*of_covariance, B, n))
-        PH = matmul(P, _transposed(H))
+        PH = matmul(P, H.mT)
         S, mean = matmul(H, PH) + given.S, matvec(H, m)
-        S = 0.5 * (S + _transposed(S))
+        S = 0.5 * (S + S.mT)
         X = jnp.eye(B, dtype=dtype) + w[..., :, None] * S
         F = jnp.linalg.inv(X)
         V, Omega = matmul(S, F), F * w[..., None, :]
-        V, Omega = (0.5 * (each + _transposed(each)) for each in (V, Omega))
+        V, Omega = (0.5 * (each + each.mT) for each in (V, Omega))
         left = lambda1 - w * mean
         u, Phi = matvec(F, left), _moved(given.As, sizes, PH) + given.U
         log_z = 0.5 * jnp.sum(left * matvec(V, left), axis=-1) - 0.5 * _log_determinant(X, V)
         log_z = log_z + jnp.sum(mean * (lambda1 - 0.5 * w * mean), axis=-1)
         m = _moved(given.As, sizes, m[..., None])[..., 0] + matvec(Phi, u)
-        P = _moved(given.As, sizes, _transposed(_moved(given.As, sizes, P)))
+        P = _moved(given.As, sizes, _moved(given.As, sizes, P).mT)
         P = P + _diagonal_blocks([_spread(Q, M) for Q, M in zip(given.Qs, sizes, strict=True)])
-        P = P - matmul(matmul(Phi, Omega), _transposed(Phi))
-        P = 0.5 * (P + _transposed(P))
+        P = P - matmul(matmul(Phi, Omega), Phi.mT)
+        P = 0.5 * (P + P.mT)
         return (m, P), (_Update(given.As, H, mean + matvec(V, left), V, u, F, Omega, Phi), log_z)
 
     found, log_z = two_passes((m, P), rows, forward, lambda state, update: _backward(sizes, state, update))
@@ -284,7 +280,7 @@ def prior_covariance(terms: Terms, times: Array) -> Array:
     for term in terms:
         h, A = _h(term), term.time.transition(lag.ravel())
         k = jnp.sum(h[:, None] * A * jnp.sum(term.time.covariance * h, axis=-1)[..., None, None, :], axis=(-2, -1))
-        found.append(k.reshape(*k.shape[:-1], *lag.shape) * matmul(_transposed(term.a), term.a))
+        found.append(k.reshape(*k.shape[:-1], *lag.shape) * matmul(term.a.mT, term.a))
     return sum(found[1:], start=found[0])
 
 

@@ -105,7 +105,7 @@ class Matern(AbstractStateSpace):
         t = self.rate[..., None] * interval
         is_short = t <= 1.0
         columns, weights = self._driven(jnp.where(is_short, t, 1.0))
-        short = matmul(columns * weights[..., None, :], jnp.swapaxes(columns, -1, -2))
+        short = matmul(columns * weights[..., None, :], columns.mT)
         return jnp.where(is_short[..., None, None], short, self._of_long(jnp.where(is_short, 1.0, t)))
 
     def noise_root(self, interval: Array) -> Array:
@@ -121,13 +121,13 @@ class Matern(AbstractStateSpace):
     def _driven(self, t: Array) -> tuple[Array, Array]:
         """Q = ∫₀ᵗ a(s) a(s)ᵀ q ds, a(s) the last column of A(s), by quadrature: a, (..., N, d, nodes), and weights."""
         nodes, weights = (jnp.asarray(each, t.dtype) for each in _gauss_legendre())
-        columns = jnp.swapaxes(_matern_transition(t[..., None] * nodes, self.degrees)[..., -1], -1, -2)
+        columns = _matern_transition(t[..., None] * nodes, self.degrees)[..., -1].mT
         intensity = _MATERN_INTENSITY[self.degrees] * self.variance[..., None, None]
         return columns, intensity * t[..., None] * weights
 
     def _of_long(self, t: Array) -> Array:
         A, P = _matern_transition(t, self.degrees), self.covariance[..., None, :, :]
-        return P - matmul(matmul(A, P), jnp.swapaxes(A, -1, -2))
+        return P - matmul(matmul(A, P), A.mT)
 
 
 # At rate and variance one: P, and the intensity of the noise that drives the last derivative.
@@ -289,7 +289,7 @@ class StateSpaceProduct(AbstractPair):
 
     def noise(self, interval: Array) -> Array:
         A, P = self.left.transition(interval), self.left.covariance[..., None, :, :]
-        kept = matmul(matmul(A, P), jnp.swapaxes(A, -1, -2))
+        kept = matmul(matmul(A, P), A.mT)
         of_right = _kronecker(kept, self.right.noise(interval))
         return _kronecker(self.left.noise(interval), self.right.covariance[..., None, :, :]) + of_right
 

@@ -70,7 +70,7 @@ class Part(NamedTuple):
         if self.H is None:
             return values
         N = self.H.shape[-1]
-        return values[:N] - matmul(jnp.swapaxes(self.H, -1, -2), values[N:])
+        return values[:N] - matmul(self.H.mT, values[N:])
 
 
 class AbstractQuadruplyStochastic(AbstractPosteriorFamily):

@@ -110,7 +110,7 @@ def nystrom_residual(L: Array, Kpf: Array, Phi_p: Array, a: Array) -> Residual:
         Phi_p: features at p of the sampled weights, (P, M).
         a: Φ_p w of all weights, (P, c).
     """
-    H = jnp.swapaxes(solve_lower_transposed(L, solve_lower(L, Kpf)), -1, -2)
+    H = solve_lower_transposed(L, solve_lower(L, Kpf)).mT
     return Residual(matmul(H, a), matmul(H, Phi_p))
 
 
@@ -245,7 +245,7 @@ def chevron_divergence(U: Array, d: Array, log_diagonal: Array, precision: Array
     """
     if precision is not None:
         S = diagonal(precision)
-        columns = jnp.sum(quadratic_form(jnp.swapaxes(U, -1, -2), precision, sample))
+        columns = jnp.sum(quadratic_form(U.mT, precision, sample))
         return 0.5 * columns + sample.single * jnp.sum(0.5 * S * d * d - log_diagonal - 0.5)
     squares = jnp.sum(U * U, axis=-1) + d * d
     return sample.single * jnp.sum(0.5 * squares - log_diagonal - 0.5)

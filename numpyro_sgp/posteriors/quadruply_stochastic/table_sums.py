@@ -97,7 +97,7 @@ def sums_of_squares(kernel: Any, X: Array, table: WeightTable, whiten: bool) -> 
     def of_block(index: Array) -> Array:
         def add(sums: Array, rows: tuple[Array, Array]) -> tuple[Array, None]:
             Phi = features_at(kernel, rows[0], index, whiten)
-            return sums + matvec(jnp.swapaxes(Phi * Phi, -1, -2), rows[1].astype(Phi.dtype)), None
+            return sums + matvec((Phi * Phi).mT, rows[1].astype(Phi.dtype)), None
 
         return lax.scan(add, jnp.zeros(index.shape, X.dtype), (blocks, there))[0]
 
@@ -116,12 +116,12 @@ def interpolated(kernel: Any, X: Array, table: WeightTable, values: Array, jitte
 
     def add(gram: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
         Phi, scaled = of_block(*block)
-        return gram + matmul(Phi, jnp.swapaxes(scaled, -1, -2)), None
+        return gram + matmul(Phi, scaled.mT), None
 
     N, dtype = X.shape[-2], X.dtype
     L = cholesky(lax.scan(add, jnp.zeros((N, N), dtype), blocks)[0], jitter)
     dual = solve_lower_transposed(L, solve_lower(L, values[:, None]))[:, 0]
-    weights = lax.map(lambda block: matvec(jnp.swapaxes(of_block(*block)[1], -1, -2), dual), blocks)
+    weights = lax.map(lambda block: matvec(of_block(*block)[1].mT, dual), blocks)
     return weights.reshape(-1)[: table.size]
 
 
@@ -183,7 +183,7 @@ def _chevron_matrix(kernel: Any, X: Array, Z: Array, table: WeightTable, whiten:
         weights = table.weights(table.at(index), index)
         left, right = (jnp.where(there, features_at(kernel, at, index, whiten), 0.0) for at in (X, Z))
         scaled = left * (weights.d**2)
-        K = sums[0] + matmul(scaled, jnp.swapaxes(right, -1, -2))
+        K = sums[0] + matmul(scaled, right.mT)
         return (K, sums[1] + matmul(left, weights.U), sums[2] + matmul(right, weights.U)), None
 
     dtype = X.dtype

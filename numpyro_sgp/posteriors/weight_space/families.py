@@ -61,15 +61,11 @@ def _weights(prior: GaussianProcess) -> tuple[Any, WeightVariables, Array]:
     return kernel, weights, cholesky(weights.Kuu(kernel).astype(X.dtype))
 
 
-def _transposed(M: Array) -> Array:
-    return jnp.swapaxes(M, -1, -2)
-
-
 def _whitened_sites(kernel: Any, L: Array, Lambda2: Array) -> Array:
     """L⁻¹Λ₂L⁻ᵀ for independent weights; the sites of correlated ones are whitened already."""
     if has_correlated_weights(kernel):
         return Lambda2
-    return solve_lower(L, _transposed(solve_lower(L, Lambda2)))
+    return solve_lower(L, solve_lower(L, Lambda2).mT)
 
 
 def _tempered_root(Lambda2: Array) -> Array:
@@ -100,9 +96,9 @@ class NaturalWeights(AbstractPosteriorFamily):
         sites = value_of(value)
         if not has_correlated_weights(kernel):
             q = weight_space(sites.lambda1, sites.Lambda2, Phi, weight_precision(kernel, Phi))
-            return perturbed_moments(value, _transposed(Phi), q)
+            return perturbed_moments(value, Phi.mT, q)
         # Sites as sums of S⁻¹φ_i, functions of u = S w, stay closer to what they were while hyperparameters move.
-        q = tied(sites.lambda1, sites.Lambda2, kernel.prior_precision(), _transposed(Phi), kernel(prior.X))
+        q = tied(sites.lambda1, sites.Lambda2, kernel.prior_precision(), Phi.mT, kernel(prior.X))
         if not isinstance(value, Perturbed):
             return q.moments
         return perturbed_moments(value, jax.lax.stop_gradient(q).projections(), q.moments)
@@ -123,7 +119,7 @@ class NaturalWeights(AbstractPosteriorFamily):
         sites: Any = fitted("sites")
         check_refresh(sites, 1)
         kernel, _, L = _weights(q.prior)
-        a = _transposed(features_of(kernel, q.prior.X))
+        a = features_of(kernel, q.prior.X).mT
         if has_correlated_weights(kernel):
             # Sums of S⁻¹φ_i.
             a = solve_lower_transposed(L, solve_lower(L, a))
@@ -158,7 +154,7 @@ class MeanWeights(AbstractPosteriorFamily):
         else:
             s = weight_precision(kernel, Phi)
         q = weight_space_mean(m / jnp.sqrt(s), value_of(value).Lambda2, Phi, s)
-        return perturbed_moments(value, _transposed(Phi), q)
+        return perturbed_moments(value, Phi.mT, q)
 
     def gaussian(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> InducingGaussian:
         del batch_shape
@@ -189,7 +185,7 @@ class StaleWeights(AbstractPosteriorFamily):
         return False
 
     def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
-        A = _transposed(whitened_features(_kernel(prior, self.memory_limit, batch_shape), prior.X))
+        A = (whitened_features(_kernel(prior, self.memory_limit, batch_shape), prior.X)).mT
         r, dtype, with_mean = A.shape[-2], prior.X.dtype, not self.own_mean
         m = param("m", jnp.zeros((*batch_shape, r), dtype)) if self.own_mean else None
         value = param("sites", lambda _: StaleSites.zeros(batch_shape, r, dtype, self.refresh, with_mean=with_mean))
@@ -202,7 +198,7 @@ class StaleWeights(AbstractPosteriorFamily):
         sites = value_of(param("sites", None))
         check_refresh(sites, self.refresh)
         m = param("m", None) if self.own_mean else sites.m
-        return InducingGaussian(weights, L, m, _transposed(sites.root))
+        return InducingGaussian(weights, L, m, sites.root.mT)
 
 
 # A mean and a precision in the whitened basis, where R and the identity of the prior are on one scale.

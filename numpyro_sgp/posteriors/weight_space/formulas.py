@@ -93,7 +93,7 @@ class _WhitenedWeights(NamedTuple):
 @as_one_program
 def _whitened(lambda1: Array, Lambda2: Array, Phi: Array, precision: Array) -> _WhitenedWeights:
     root = jnp.sqrt(precision)
-    A = jnp.swapaxes(Phi / root[..., None, :], -1, -2)
+    A = (Phi / root[..., None, :]).mT
     Lambda2 = Lambda2 / (root[..., :, None] * root[..., None, :])
     trace = jnp.sum(diagonal(Lambda2), axis=-1)
     alpha = tempering(trace)
@@ -117,7 +117,7 @@ def _weight_space_jvp(primals: tuple, tangents: tuple) -> tuple[Moments, Moments
     # Of the sites themselves, at the given prior.
     dLambda = None if dLambda2 is None else 0.5 * mirrored(dLambda2) / (root[..., :, None] * root[..., None, :])
     E = None if dprecision is None else -0.5 * dprecision / precision
-    dA: Any = None if dPhi is None else jnp.swapaxes(dPhi / root[..., None, :], -1, -2)
+    dA: Any = None if dPhi is None else (dPhi / root[..., None, :]).mT
     dtrace: Any = 0.0 if dLambda is None else jnp.sum(diagonal(dLambda), axis=-1)
     if E is not None:
         dA = E[..., :, None] * A + (0.0 if dA is None else dA)

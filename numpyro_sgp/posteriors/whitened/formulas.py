@@ -11,10 +11,6 @@ from numpyro_sgp.posteriors.moments import Moments, moments
 __all__ = ["times_factors", "unwhitened", "whitened"]
 
 
-def _transposed(S_sqrt: Array) -> Array:
-    return jnp.swapaxes(S_sqrt, -1, -2)
-
-
 def _log_det_root(S_sqrt: Array) -> Array:
     # The signs of a root's diagonal carry no meaning; |·| keeps the bound finite wherever an optimizer goes.
     return 2.0 * jnp.sum(jnp.log(jnp.abs(diagonal(S_sqrt))), axis=-1)
@@ -36,7 +32,7 @@ def whitened(m: Array, S_sqrt: Array, A: Array, kff: Array) -> Moments:
         Tiao (2020), "A handbook for sparse variational Gaussian processes", "Whitened parameterization"; corrects its
         whitened KL, which must be KL(N(m, S) ‖ N(0, I)).
     """
-    T = matmul(_transposed(S_sqrt), A)
+    T = matmul(S_sqrt.mT, A)
     trace = jnp.sum(S_sqrt * S_sqrt, axis=(-2, -1))
     kl = 0.5 * (trace + jnp.sum(m * m, axis=-1) - m.shape[-1] - _log_det_root(S_sqrt))
     return moments(matvec_transposed(A, m), kff, A, T, kl)
@@ -59,7 +55,7 @@ def unwhitened(m: Array, S_sqrt: Array, L: Array, A: Array, kff: Array) -> Momen
         Hensman, Matthews and Ghahramani (2015), "Scalable variational Gaussian process classification", equation 16.
     """
     V = solve_lower_transposed(L, A)
-    T = matmul(_transposed(S_sqrt), V)
+    T = matmul(S_sqrt.mT, V)
     root, mean = solve_lower(L, S_sqrt), solve_lower(L, m[..., None])[..., 0]
     quadratic = jnp.sum(root * root, axis=(-2, -1)) + jnp.sum(mean * mean, axis=-1)
     kl = 0.5 * (quadratic - m.shape[-1] + log_determinant(L) - _log_det_root(S_sqrt))
@@ -79,11 +75,11 @@ def times_factors(m: Array, S_sqrt: Array, a: Array, linear: Array, precision: A
         linear: l, (..., N).
         precision: p, (..., N); P must be positive definite, else the result is NaN.
     """
-    T = matmul(_transposed(S_sqrt), a)
-    P = jnp.eye(m.shape[-1], dtype=m.dtype) + matmul(T * precision[..., None, :], _transposed(T))
+    T = matmul(S_sqrt.mT, a)
+    P = jnp.eye(m.shape[-1], dtype=m.dtype) + matmul(T * precision[..., None, :], T.mT)
     L_P = cholesky(P)
     w = matvec(T, linear - precision * matvec_transposed(a, m))
     w = solve_lower_transposed(L_P, solve_lower(L_P, w[..., None]))[..., 0]
     # S_sqrt L_P⁻ᵀ is a root that is not triangular: the factor R of its transpose is.
-    R = jnp.linalg.qr(solve_lower(L_P, _transposed(S_sqrt)), mode="r")
-    return m + matvec(S_sqrt, w), _transposed(R * jnp.where(diagonal(R) < 0.0, -1.0, 1.0)[..., :, None])
+    R = jnp.linalg.qr(solve_lower(L_P, S_sqrt.mT), mode="r")
+    return m + matvec(S_sqrt, w), (R * jnp.where(diagonal(R) < 0.0, -1.0, 1.0)[..., :, None]).mT
