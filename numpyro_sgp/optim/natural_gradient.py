@@ -68,8 +68,8 @@ class NaturalGradient(AbstractRefusingOptimizer):
     gives the loss: the direction is divided by that of the divergence. The other parameters are trained by
     `others`; with one E-step and one M-step, both come from the same evaluation of the loss. A step whose loss, new
     sites or parameters are not finite is refused as a whole and counted (`num_refused`): the parameters go back to
-    the last ones at which the loss was finite, and the next step is half as long. So is one that makes the loss of a
-    joint posterior larger by far more than it has changed of late, as it does from one minibatch to the next.
+    the last ones at which the loss was finite, and the next step is half as long. So is one that raises the loss of a
+    joint posterior by more than three times the largest of its last changes, those between minibatches among them.
 
     Args:
         step_size: ρ in (0, 1], or an optax schedule of it.
