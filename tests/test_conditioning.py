@@ -545,7 +545,7 @@ def test_the_prior_of_a_noise_scale_counts_once(name, eliminated):
     assert_same(summary(guide, remove(after, *rows[1], ~outside), "scale"), before, rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_with_the_tighter_bound_a_noise_scale_comes_back_but_for_what_is_cut_off():
     guide = JOINT["tied"](with_a_scale, Z)
     rows = [rows_of(half, X, GROUP, GROUPED) for half in (HEAD, TAIL)]

@@ -205,7 +205,7 @@ def groups(t, W, y=None):
         numpyro.sample("y", dist.Poisson(jnp.exp(f + effect[jnp.arange(t.shape[0]) % 9])), obs=y)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", [dispersion, two_outcomes, noise_with_covariates, scaled, groups])
 def test_every_model_has_the_joint_posterior_over_inducing_inputs_at_all_times(model):
     keep = np.arange(N) != int(np.flatnonzero(TIMES[:, 0] == 2.0)[0])  # inducing inputs that are distinct

@@ -195,7 +195,7 @@ def fits(name):
         yield guide, svi, result, q
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_counts_with_latents_beside_f_have_the_joint_posterior_of_inducing_inputs_at_all_pairs():
     (_, _, own, q), (_, _, other, exact) = fits("counts")
     assert_allclose(own.losses, other.losses, rtol=1e-8)
@@ -231,7 +231,7 @@ def test_draws_have_the_posterior_covariance(runs):
     assert np.max(np.abs(np.cov(draws.T) - q.covariance()) / np.outer(sd, sd)) < 5.0 * np.sqrt(2.0 / 2_000)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_draws_beside_latents_have_the_joint_covariance():
     found = []
     for guide in (sgp.AutoMarkovGP(with_effects, space=Z), sgp.AutoTSVGP(with_effects, PAIRS)):
@@ -256,7 +256,7 @@ def test_new_outcomes_are_taken_in_as_if_they_had_been_there():
     assert_allclose(q.variance, exact.variance, atol=1e-7)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_diagnostics_are_those_of_inducing_inputs_at_all_pairs():
     pointwise, found, model = [], [], partial(counts, jitter=1e-10)
     for guide in (sgp.AutoMarkovGP(model, space=Z), sgp.AutoTSVGP(model, PAIRS)):
@@ -377,7 +377,7 @@ def test_other_rows_are_refused_in_training():
         svi.update(state, X[1:], COUNTS[1:])
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_memory_is_that_of_the_rows_and_of_a_root_of_their_number_of_states():
     sizes = {}
     for many in (4_000, 16_000):

@@ -183,7 +183,7 @@ def matern52_jax(X, Z, lengthscale):
 
 
 @pytest.mark.parametrize("fewest", [64, 2], ids=["dense", "eliminated"])
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_effects_of_groups_are_carried_with_the_past(fewest, monkeypatch):
     monkeypatch.setattr(members, "_FEWEST_EFFECTS", fewest)
     svi = svi_of(effects, base=AutoNormal)

@@ -15,8 +15,6 @@ KEPT = {
     },
     "benchmarks": {
         "benchmark_runs_in_its_reduced_mode_and_prints_versions_and_device": {
-            "automatic_fit",
-            "functionals",
             "joint_posteriors",
             "startup",
             "step_time",
@@ -71,7 +69,6 @@ KEPT = {
     },
     "examples": {
         "example_runs_and_writes_its_figure": {
-            "area_counts",
             "group_effects",
             "quickstart",
         },
@@ -143,7 +140,6 @@ KEPT = {
     "markov_joint": {
         "bound_and_its_gradient_are_those_of_one_kernel_with_the_effects": {"dense"},
         "predictions_are_those_of_one_kernel_with_the_effects": {"dense"},
-        "every_model_has_the_joint_posterior_over_inducing_inputs_at_all_times": {"two_outcomes"},
         "one_step_is_the_exact_posterior_for_gaussian_noise": {"dense"},
     },
     "models": {
@@ -206,7 +202,6 @@ KEPT = {
     },
     "streaming": {
         "with_gaussian_noise_the_stream_ends_at_the_posterior_of_all_rows": {"5"},
-        "effects_of_groups_are_carried_with_the_past": {"dense"},
     },
     "stress": {
         "hostile_problems_end_finite_and_right_or_steps_are_refused_and_counted": {"tied-float32"},
