@@ -306,6 +306,20 @@ def test_a_factor_of_either_sign_is_no_scale():
     assert low < high
 
 
+def test_a_full_step_that_goes_far_too_far_is_refused_and_training_goes_on():
+    # Towards counts of hundreds the first step leads to a loss of 1e58, from where there is no way back.
+    def model():
+        a = numpyro.sample("a", dist.Normal(0.0, 3.0))
+        f = numpyro.sample("f", gp(KERNEL))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Poisson(jnp.exp(a + f)), obs=np.round(100.0 * np.exp(np.sin(X[:, 0]))))
+
+    _, result = fitted(model, sgp.AutoTSVGP(model, Z), 25)
+    assert 0 < sgp.num_refused(result.state) < 12
+    assert result.losses[1] > 1e20
+    assert result.losses[-1] < 0.1 * result.losses[0]
+
+
 def test_what_is_refused_does_not_depend_on_the_units_of_the_outcomes():
     # On minibatches the loss is now above zero, now below it, and rises by more than it is large.
     def refused(unit):
