@@ -141,14 +141,14 @@ def svi_of(method: str, kind: str, p: dict, data, batch: int, steps: int, rate: 
         return jnp.maximum(1.0 / (1.0 + t), min(batch / (window * rank), 1.0))
 
     if p.get("optimizer") == "adadelta":
-        adam = optax.adadelta(rate)
+        others = optax.adadelta(rate)
     else:
-        adam = optax.adam(optax.cosine_decay_schedule(rate, steps))
+        others = optax.adam(optax.cosine_decay_schedule(rate, steps))
     # Until q has seen twenty rows for each weight it is near the prior, and features would shrink from its variance;
     # those of a network, that is, since cosines cannot.
     wait = int(20 * rank / batch) if kind == "linear" else 0
     # By a mask, so that Adam begins then: its averages of gradients that were zero would make its first steps longer.
-    waiting = optax.conditionally_mask(adam, lambda t: t >= wait)
+    waiting = optax.conditionally_mask(others, lambda t: t >= wait)
     elbo = sgp.QuadratureELBO(num_nodes=3)  # exact: the logarithm of a normal density is a quadratic
 
     def weights(parametrization, **options):
@@ -159,16 +159,16 @@ def svi_of(method: str, kind: str, p: dict, data, batch: int, steps: int, rate: 
     if form is not None:
         return SVI(model, weights(form, refresh=refresh_of(method, batch)), sgp.NaturalGradient(rho, waiting), elbo)
     if method == "compositional":
-        return SVI(model, weights("averaged"), adam, sgp.CompositionalMarginalLikelihood(lambda t: (1.0 + t) ** -0.5))
+        return SVI(model, weights("averaged"), others, sgp.CompositionalMarginalLikelihood(lambda t: (1.0 + t) ** -0.5))
     if method == "minimax":
-        players = sgp.DescentAscent(adam, optax.sgd(optax.cosine_decay_schedule(1e-3, steps)))
+        players = sgp.DescentAscent(others, optax.sgd(optax.cosine_decay_schedule(1e-3, steps)))
         scale = float(np.sqrt(len(X)))
         return SVI(model, weights("adversarial", root_scale=scale), players, sgp.MinimaxMarginalLikelihood())
     if method == "batch evidence":
-        return SVI(model, weights("natural"), adam, sgp.BatchMarginalLikelihood())
+        return SVI(model, weights("natural"), others, sgp.BatchMarginalLikelihood())
     Z = X[np.random.default_rng(0).permutation(len(X))[:batch]]
     guide = sgp.AutoSVGP(model, Z, natural=True, learn_inducing=True, base=AutoDelta)
-    return SVI(model, guide, sgp.NaturalGradient(rho, adam), elbo)
+    return SVI(model, guide, sgp.NaturalGradient(rho, others), elbo)
 
 
 def run(method: str, kind: str, p: dict, data, test, batch: int, epochs: int, checks: int, choice: dict) -> dict:
@@ -294,7 +294,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def tables(arguments: argparse.Namespace, kind: str, p: dict, epochs: int, checks: int) -> dict:
     """What is not at hand is run; the file is written after each run."""
-    name = "_".join(["finite_rank_tables", kind, str(epochs), *([p["optimizer"]] if "optimizer" in p else [])])
+    name = f"finite_rank_tables_{kind}_{epochs}" + (f"_{p['optimizer']}" if "optimizer" in p else "")
     settings = {**p, "epochs": epochs, "dtype": "float32", "rates": arguments.rates, "checks": checks}
     result: dict = {"settings": settings, "runs": earlier(name, settings, arguments.output)}
     methods = REDUCED_METHODS[kind] if arguments.reduced else arguments.methods

@@ -88,11 +88,11 @@ def read_flights(path: Path | None) -> tuple[np.ndarray, ...]:
     with zipfile.ZipFile(path) as archive, archive.open("flights.csv") as file:
         table = [row for row in csv.DictReader(io.TextIOWrapper(file, "utf-8")) if row["arr_delay"] not in ("", "NA")]
     date = np.array([dt.date(int(row["year"]), int(row["month"]), int(row["day"])).toordinal() for row in table])
-    table = [row for row, day in zip(table, date - date.min(), strict=True) if day < DAYS]
-    date = date[date - date.min() < DAYS]
+    days = date - date.min()
+    table, days = [row for row, day in zip(table, days, strict=True) if day < DAYS], days[days < DAYS]
     hour = np.array([int(row["hour"]) + int(row["minute"]) / 60.0 for row in table])
     north, east = np.array([AIRPORTS[row["origin"]] for row in table]).T * KM_PER_DEGREE / 10.0
-    X = np.column_stack([date - date.min() + hour / 24.0, north, east * np.cos(np.radians(40.7))])
+    X = np.column_stack([days + hour / 24.0, north, east * np.cos(np.radians(40.7))])
     carriers = sorted({row["carrier"] for row in table})
     carrier = np.array([[row["carrier"] == name for name in carriers] for row in table], float)
     distance = np.log([float(row["distance"]) / 1000.0 for row in table])

@@ -306,6 +306,24 @@ def test_a_factor_of_either_sign_is_no_scale():
     assert low < high
 
 
+def test_a_positive_factor_in_any_form_is_a_scale():
+    def model(scale):
+        s = numpyro.sample("s", scale)
+        b = numpyro.sample("b", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        f = numpyro.sample("f", gp(KERNEL))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Normal(f + W @ (s * b), 0.3), obs=REALS)
+
+    scales = [
+        dist.HalfNormal(1.0),
+        dist.Uniform(jnp.asarray(0.0), 2.0),
+        dist.LogNormal(0.0, 1.0).expand([1]).to_event(1),
+    ]
+    for scale, found in zip([*scales, dist.Uniform(-1.0, 2.0)], [(("b", "s"),)] * 3 + [()], strict=True):
+        trace = handlers.trace(handlers.seed(sgp.AutoTSVGP(model, Z), 0)).get_trace(scale)
+        assert trace["auto_latents"]["value"].groups[0].scaled == found
+
+
 def test_a_full_step_that_goes_far_too_far_is_refused_and_training_goes_on():
     # Towards counts of hundreds the first step leads to a loss of 1e58, from where there is no way back.
     def model():

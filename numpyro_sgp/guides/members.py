@@ -357,8 +357,10 @@ def _effects(program: Program, depends: Mapping[str, frozenset[str]], trace: Tra
 
 
 def _is_positive(support: Any) -> bool:
+    while hasattr(support, "base_constraint"):  # of an event
+        support = support.base_constraint
     lowest = getattr(support, "lower_bound", None)
-    return isinstance(lowest, int | float) and lowest >= 0.0
+    return lowest is not None and not isinstance(lowest, jax.core.Tracer) and bool(np.all(np.asarray(lowest) >= 0.0))
 
 
 def _scaled(
