@@ -76,6 +76,14 @@ def earlier(name: str, settings: dict, folder: Path | None) -> dict:
     return before["runs"]
 
 
+def add_run(name: str, result: dict, data: str, fold: int, found: Any, folder: Path | None) -> dict:
+    """Add what was found on a fold to the result that is there by now: another process may have written meanwhile."""
+    runs = earlier(name, result["settings"], folder)
+    runs.setdefault(data, {})[str(fold)] = found
+    report(name, {**result, "runs": runs}, folder)
+    return runs
+
+
 def long_chains(
     model: Callable, *args, num_samples: int = 4000, dense_mass: Any = False, **kwargs
 ) -> tuple[dict[str, jax.Array], float, float]:

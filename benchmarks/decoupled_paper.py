@@ -20,7 +20,7 @@ import dataclasses
 from pathlib import Path
 import time
 
-from common import earlier, report, spread
+from common import add_run, earlier, spread
 from decoupled_quality import Clock, judged, model, problem
 import jax
 import jax.numpy as jnp
@@ -185,10 +185,8 @@ def main(arguments: argparse.Namespace) -> None:
         for fold in arguments.folds:
             print(f"{data_name}, fold {fold}")
             found = runs(*problem(path, fold, np.float32), p)
-            # Read only now: another process may have written meanwhile.
-            every = earlier(name, p, arguments.output)
-            every.setdefault(data_name, {})[str(fold)] = found
-            report(name, {"settings": p, "dtype": "float32; GPR float64", "runs": every}, arguments.output)
+            result = {"settings": p, "dtype": "float32; GPR float64"}
+            add_run(name, result, data_name, fold, found, arguments.output)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import argparse
 from pathlib import Path
 import time
 
-from common import earlier, npz, report, spread
+from common import add_run, earlier, npz, spread
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -215,7 +215,7 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.refined_only:
         p = {**p, "joint": []}
     settings = {key: value for key, value in p.items() if key != "dtype"}
-    result = {"settings": settings, "dtype": "float32", "runs": {}}
+    result = {"settings": settings, "dtype": "float32"}
     file_name = "decoupled_quality" if arguments.inducing is None else f"decoupled_quality_{arguments.inducing}"
     if arguments.steps is not None:
         file_name += f"_{arguments.steps}_steps"
@@ -229,10 +229,7 @@ def main(arguments: argparse.Namespace) -> None:
             data, test = problem(path, fold, p["dtype"])
             before = earlier(file_name, settings, arguments.output)
             found = runs(data, test, p, before.get(name, {}).get(str(fold), {}))
-            # Read again: another process may have written meanwhile.
-            result["runs"] = earlier(file_name, settings, arguments.output)
-            result["runs"].setdefault(name, {})[str(fold)] = found
-            report(file_name, result, arguments.output)
+            add_run(file_name, result, name, fold, found, arguments.output)
 
 
 if __name__ == "__main__":

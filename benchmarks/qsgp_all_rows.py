@@ -18,7 +18,7 @@ import argparse
 from pathlib import Path
 import time
 
-from common import earlier, npz, report, spread
+from common import add_run, earlier, report, spread
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -27,6 +27,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import SVI
 import optax
+from qsgp_tables import model_of, problem
 
 import numpyro_sgp as sgp
 
@@ -41,15 +42,6 @@ def observed(kernel, noise, X, y=None, num_data=None):
     f = numpyro.sample("f", sgp.GaussianProcess(kernel, X))
     with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
         numpyro.sample("y", dist.Normal(f, noise), obs=y)
-
-
-def trained(X, y=None, num_data=None):
-    """The same with trained hyperparameters."""
-    D, positive = X.shape[1], dist.constraints.positive
-    lengthscale = numpyro.param("lengthscale", jnp.full(D, D**0.5, X.dtype), constraint=positive)
-    variance = numpyro.param("variance", jnp.asarray(1.0, X.dtype), constraint=positive)
-    noise = numpyro.param("noise", jnp.asarray(0.3, X.dtype), constraint=positive)
-    observed(sgp.kernels.SquaredExponential(lengthscale, variance), noise, X, y, num_data)
 
 
 def scores(mean, variance, y) -> dict[str, float]:
@@ -78,7 +70,7 @@ def run(data: tuple, settings: dict) -> dict:
     X, y, X_test, y_test = data
     key = jax.random.key(0)
     first = np.random.default_rng(0).permutation(len(X))[: settings["first"]]
-    start = sgp.fit(trained, key, (X[first].astype(float), y[first].astype(float)), progress_bar=False)
+    start = sgp.fit(model_of(None), key, (X[first].astype(float), y[first].astype(float)), progress_bar=False)
     hyper = {name: np.asarray(start.params[name], X.dtype) for name in ("lengthscale", "variance", "noise")}
     noise = float(hyper["noise"])
     q = start.guide.posterior(key, start.params, X_test.astype(float))["f"]
@@ -145,16 +137,6 @@ def sinc(reduced: bool, path: Path | None) -> dict:
     return {"standard deviations": table, "means": error}
 
 
-def problem(path: Path | None, fold: int) -> tuple[np.ndarray, ...]:
-    """Training and test data in single precision."""
-    if path is not None:
-        return tuple(part.astype(np.float32) for part in npz(path, fold))
-    rng = np.random.default_rng(fold)
-    X = rng.normal(size=(120, 2))
-    y = np.sin(2 * X[:, 0]) + 0.1 * rng.normal(size=120)
-    return tuple(part.astype(np.float32) for part in (X[:100], y[:100], X[100:], y[100:]))
-
-
 def main(arguments: argparse.Namespace) -> None:
     """The figure, or the table for each data set and fold."""
     numpyro.enable_x64()  # for the GP on the first rows; the others are float32
@@ -172,9 +154,8 @@ def main(arguments: argparse.Namespace) -> None:
             if str(fold) not in runs.get(name, {}):
                 found = run(problem(path, fold), settings)
                 print(f"{name} fold {fold}", found, flush=True)
-                runs = earlier("qsgp_all_rows", settings, arguments.output)
-                runs.setdefault(name, {})[str(fold)] = found
-                report("qsgp_all_rows", {"settings": settings, "paper": PAPER, "runs": runs}, arguments.output)
+                result = {"settings": settings, "paper": PAPER}
+                runs = add_run("qsgp_all_rows", result, name, fold, found, arguments.output)
         folds = runs.get(name, {}).values()
         for method in ("exact GP on the first rows", "QSGP-0") if folds else ():
             cells = (f"{key} {spread([fold[method][key] for fold in folds])}" for key in ("rmse", "mnlp"))

@@ -18,7 +18,7 @@ import dataclasses
 from pathlib import Path
 import time
 
-from common import earlier, npz, report, spread
+from common import add_run, earlier, npz, spread
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -169,10 +169,7 @@ def main(arguments: argparse.Namespace) -> None:
                 kept[method] = run(method, data, svgp, settings)
                 cells = (f"{key} {value:.4g}" for key, value in kept[method].items())
                 print(f"{name:12s} fold {fold} {method:10s}", *cells, flush=True)
-                # Read again: another process may have written meanwhile.
-                runs = earlier("qsgp_tables", settings, arguments.output)
-                runs.setdefault(name, {})[str(fold)] = kept
-                report("qsgp_tables", {"settings": settings, "runs": runs}, arguments.output)
+                add_run("qsgp_tables", {"settings": settings}, name, fold, kept, arguments.output)
 
 
 def problem(path: Path | None, fold: int) -> tuple[np.ndarray, ...]:
