@@ -11,6 +11,7 @@ import warnings
 
 import jax
 from jax import Array
+from jax.core import Tracer
 import jax.numpy as jnp
 import numpy as np
 from numpyro import distributions as dist
@@ -360,7 +361,7 @@ def _is_positive(support: Any) -> bool:
     while hasattr(support, "base_constraint"):  # of an event
         support = support.base_constraint
     lowest = getattr(support, "lower_bound", None)
-    return lowest is not None and not isinstance(lowest, jax.core.Tracer) and bool(np.all(np.asarray(lowest) >= 0.0))
+    return lowest is not None and not isinstance(lowest, Tracer) and bool(np.all(np.asarray(lowest) >= 0.0))
 
 
 def _scaled(
