@@ -16,7 +16,7 @@ from numpyro_sgp._internal.checks import at_least, positive
 from numpyro_sgp._internal.pytrees import split_arrays
 from numpyro_sgp._internal.signatures import with_num_data
 from numpyro_sgp.diagnostics.inference_data import arviz_module
-from numpyro_sgp.diagnostics.outputs import fitted_values, log_ratio_dense, num_rows
+from numpyro_sgp.diagnostics.outputs import fitted_values, log_ratio_of_sites, num_rows
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import Trace
 from numpyro_sgp.distributions.wrappers import log_prob_of, unwrap
@@ -192,10 +192,11 @@ class _Ratios:
         if covariance.num_noise is None:  # the values at X are u
             # Or what the sites see of these.
             parts = covariance.draw_parts(rng_key, q.batch_shape + q.event_shape)
-            f = q.sample(rng_key) - q.prior.prior_mean if parts is None else q.moments.mean + parts[0]
+            f = q.sample(rng_key) - q.prior.prior_mean if parts is None else q.moments.mean + parts.explained
             rest = covariance.unexplained(q.kernel(q.prior.X))
             variance = jnp.zeros_like(f) if rest is None else rest
-            ratio = log_ratio_dense(self.values[f"{site}_{self.guide.prefix}_sites"], q, f + q.prior.prior_mean)
+            sites = self.values[f"{site}_{self.guide.prefix}_sites"]
+            ratio = log_ratio_of_sites(sites, q, f + q.prior.prior_mean, parts)
             given = q.moments._replace(mean=f, variance=variance, kl=ratio)
         else:
             process = process_of(self.guide, self.values, site, q)

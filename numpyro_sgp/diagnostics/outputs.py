@@ -26,6 +26,7 @@ from numpyro_sgp.guides.handlers import KeysBySite
 from numpyro_sgp.kernels.functional import same_rows
 from numpyro_sgp.math.linalg import cholesky
 from numpyro_sgp.math.products import matvec
+from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, Parts
 from numpyro_sgp.posteriors.natural_parameters import DatumSites
 from numpyro_sgp.posteriors.process import UnknownFamilyError, process_of
 
@@ -40,7 +41,7 @@ __all__ = [
     "Draws",
     "Outputs",
     "fitted_values",
-    "log_ratio_dense",
+    "log_ratio_of_sites",
     "num_rows",
 ]
 
@@ -224,10 +225,10 @@ def _draw_process(
     covariance, dtype = q.moments.covariance, q.moments.mean.dtype
     assert covariance is not None
     shape = q.batch_shape + q.event_shape
-    parts = covariance.draw_parts(jax.random.fold_in(key_f, batch), shape)
+    parts = covariance.draw_parts(jax.random.fold_in(key_f, batch), shape, of_inducing=key_u)
     if parts is not None:
-        f = q.mean + parts[0]
-        return f + parts[1], log_ratio_dense(params[f"{site}_{guide.prefix}_sites"], q, f)
+        f = q.mean + parts.explained
+        return f + parts.rest, log_ratio_of_sites(params[f"{site}_{guide.prefix}_sites"], q, f, parts)
     residual = cholesky(q.covariance_given_inducing(q.prior.relative_jitter))
     f = q.mean + matvec(residual, jax.random.normal(jax.random.fold_in(key_f, batch), shape, dtype))
     nan = jnp.full(q.batch_shape, jnp.nan, dtype)
@@ -236,16 +237,21 @@ def _draw_process(
     except UnknownFamilyError:
         process = None
     if covariance.num_noise is None:
-        return f, nan if process is None else log_ratio_dense(params[f"{site}_{guide.prefix}_sites"], q, f)
+        return f, nan if process is None else log_ratio_of_sites(params[f"{site}_{guide.prefix}_sites"], q, f)
     noise = jax.random.normal(key_u, (*q.batch_shape, covariance.num_noise), dtype)
     return f + covariance.deviation(noise), nan if process is None else process.log_ratio(noise)
 
 
-def log_ratio_dense(sites: DatumSites, q: SparsePosterior, f: Array) -> Array:
+def log_ratio_of_sites(sites: DatumSites, q: SparsePosterior, f: Array, parts: Parts | None = None) -> Array:
     """The log ratio log q(f)/p(f) = Σ_n log t_n(f_n) − log Z, with log Z = E_q[Σ_n log t_n(f_n)] − KL.
 
-    With f the part that the sites see.
+    With f the part that the sites see, of a draw of `parts`.
     """
+    if parts is not None and parts.log_sites is not None:
+        covariance = q.moments.covariance
+        assert isinstance(covariance, AbstractDenseCovariance)
+        assert covariance.log_normaliser is not None
+        return parts.log_sites - covariance.log_normaliser
     if sites.X.shape != q.prior.X.shape:
         return jnp.full(q.batch_shape, jnp.nan, f.dtype)
     centred, m = f - q.prior.prior_mean, q.moments.mean

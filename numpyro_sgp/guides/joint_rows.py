@@ -16,12 +16,11 @@ from numpyro_sgp.distributions.wrappers import unwrap
 from numpyro_sgp.guides.joint_run import AbstractJointRun
 from numpyro_sgp.guides.members import Group
 from numpyro_sgp.guides.parameters import SiteParameters
-from numpyro_sgp.kernels.functional import same_rows
 from numpyro_sgp.math.products import matmul, matvec
 from numpyro_sgp.posteriors.family import AbstractRowFamily, is_initial
 from numpyro_sgp.posteriors.joint.by_rows import JointByRows, JointCovariance, markers
 from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, Moments, standard_deviation
-from numpyro_sgp.posteriors.natural_parameters import DatumSites, JointSites, Perturbed, RowSites
+from numpyro_sgp.posteriors.natural_parameters import DatumSites, JointSites, Perturbed
 from numpyro_sgp.posteriors.parameters import FittedParameters
 from numpyro_sgp.posteriors.process import AbstractProcess, TableProcess
 
@@ -68,24 +67,24 @@ class RowsRun(AbstractJointRun):
 
         param = SiteParameters(site, prefix, predicting)
         value = param("joint_sites", start)
-        sites = param("sites", lambda _: family.row_sites(self.num_latents, prior.X))
+        sites = param("sites", lambda rng_key: family.sites_of(self.num_latents, prior, rng_key))
         training, self._line = isinstance(sites, Perturbed), None
         self._training = training or is_initial(param, "sites")  # when no draws of f in all rows are asked for
         if not is_initial(param, "sites"):
-            own: RowSites = value_of(sites)
+            own: Any = value_of(sites)
             if training:
                 family.check_rows(prior, own)
             self._line = family.in_rows(prior, own.with_earlier(), new=not training)
         variance = prior.kernel(prior.X)
         self.rows[site] = markers(variance)
-        # Other times than those of the sites, or another order of them: a training step is refused.
-        self._same = jnp.asarray(value_of(sites).X.shape == prior.X.shape and same_rows(value_of(sites).X, prior.X))
+        # Other rows than those of the sites, or another order of them: a training step is refused.
+        self._same = family.has_rows(prior, value_of(sites))
         gaussian = JointByRows.of(value, sites, self._line, variance, self.prior_mean, self.prior_root, site)
         if training:
             m = jnp.where(self._same, gaussian.f[0], jnp.nan)
             gaussian = dataclasses.replace(gaussian, f=(m, gaussian.f[1]))
         self.gaussian = gaussian
-        self._family, self._prefix = family, prefix
+        self._family, self._prefix, self._log_sites = family, prefix, None
         self._draw_latents()
         self.latents = self._latents_at(model, trace)
 
@@ -101,22 +100,20 @@ class RowsRun(AbstractJointRun):
         q.drawn = _GivenLatents(self._family, fitted)
         return q
 
-    def _sites_given_latents(self) -> DatumSites:
+    def _sites_given_latents(self) -> Any:
         """Those of f alone, at the draw of w."""
-        sites, w = value_of(self.gaussian.sites), matvec(self.gaussian.L, self.v)
-        return DatumSites(sites.lambda1 - matvec(sites.Lambda2[:, 1:], w), sites.Lambda2[:, 0], sites.X, sites.places)
+        return value_of(self.gaussian.sites).given(matvec(self.gaussian.L, self.v))
 
     def _given_latents(self) -> AbstractDenseCovariance:
         assert self._line is not None
-        sites = value_of(self.gaussian.sites)
-        return self._line.covariance(*self._line.in_order(sites.lambda1, sites.Lambda2[:, 0]))
+        return self._line.covariance_given_latents(self._sites_given_latents())
 
     def draw(self, site: str, q: SparsePosterior, rng_key: Array, *, joint: bool) -> Array:
         del site
         gaussian = self.gaussian
         mean = gaussian.given(self.v)
         if joint:
-            deviation, rest = self._given_latents().draw_parts(rng_key, mean.shape)
+            deviation, rest, self._log_sites = self._given_latents().draw_parts(rng_key, mean.shape)
             self._f = mean + deviation
         else:
             given = Moments(mean, gaussian.f[1], q.moments.kl, None)
@@ -130,17 +127,18 @@ class RowsRun(AbstractJointRun):
     def log_ratio(self, site: str, batch_shape: tuple[int, ...]) -> Array:
         """The log ratio log q(f, w) − log p(f) − log r(w) at the draw, NaN where that is not at the rows of the sites.
 
-        With f the part that the sites see. It is the logarithm of the sites there, less that of their normaliser.
+        With the part of f that the sites see. It is the logarithm of the sites there, less that of their normaliser.
         """
         del site, batch_shape
         gaussian = self.gaussian
-        sites, own = value_of(gaussian.sites), value_of(gaussian.value)
-        f, w = self._f, matvec(gaussian.L, self.v)
-        if sites.X.shape[0] != f.shape[-1]:
+        own, w = value_of(gaussian.value), matvec(gaussian.L, self.v)
+        of_w = w @ (own.lambda1 - 0.5 * matvec(own.Lambda2, w)) - gaussian.log_z
+        if self._log_sites is not None:
+            return self._log_sites + of_w
+        given, f = self._sites_given_latents(), self._f
+        if not isinstance(given, DatumSites) or given.X.shape[0] != f.shape[-1]:
             return jnp.full((), jnp.nan, f.dtype)
-        p, of_w = sites.Lambda2[:, 0], matvec(sites.Lambda2[:, 1:], w)
-        of_rows = jnp.sum(f * (sites.lambda1 - 0.5 * p * f - of_w))
-        ratio = of_rows + w @ (own.lambda1 - 0.5 * matvec(own.Lambda2, w)) - gaussian.log_z
+        ratio = jnp.sum(f * (given.lambda1 - 0.5 * given.Lambda2 * f)) + of_w
         return jnp.where(self._same, ratio, jnp.nan)
 
     def given(self, site: str, q: SparsePosterior) -> SparsePosterior:

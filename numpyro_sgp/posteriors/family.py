@@ -19,12 +19,12 @@ from numpyro_sgp._internal.pytrees import own_copy
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.inducing import AbstractInducing, GrowingInducing, as_inducing, check_width
-from numpyro_sgp.kernels.functional import AbstractFunctional, nodes_of
+from numpyro_sgp.kernels.functional import AbstractFunctional, nodes_of, same_rows
 from numpyro_sgp.math.linalg import cholesky
 from numpyro_sgp.posteriors.gaussian import AbstractGaussian
-from numpyro_sgp.posteriors.joint.by_rows import AbstractRows
+from numpyro_sgp.posteriors.joint.by_rows import AbstractSiteRows
 from numpyro_sgp.posteriors.moments import Moments, Roots
-from numpyro_sgp.posteriors.natural_parameters import RowSites
+from numpyro_sgp.posteriors.natural_parameters import AbstractSites
 from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
 from numpyro_sgp.posteriors.process import AbstractProcess, TableProcess
 
@@ -132,7 +132,7 @@ class AbstractPosteriorFamily(ABC):
 
 
 class AbstractRowFamily(AbstractPosteriorFamily):
-    """A family with a site in each row, whose posterior is made without a matrix of all rows."""
+    """A family whose sites are sums over few rows, whose posterior is made without a matrix of all rows."""
 
     @property
     def joins(self) -> str:
@@ -150,16 +150,16 @@ class AbstractRowFamily(AbstractPosteriorFamily):
         """Raise for inputs or a kernel that the family cannot take."""
 
     @abstractmethod
-    def row_sites(self, num_latents: int, X: Array) -> RowSites:
+    def sites_of(self, num_latents: int, prior: GaussianProcess, rng_key: Array) -> AbstractSites:
         """Sites that change nothing, beside P latents."""
 
     @abstractmethod
-    def in_rows(self, prior: GaussianProcess, sites: Any, *, new: bool) -> AbstractRows:
+    def in_rows(self, prior: GaussianProcess, sites: Any, *, new: bool) -> AbstractSiteRows:
         """The process at the rows of sites and those that are asked for.
 
         Args:
             prior: at the rows that are asked for.
-            sites: with their inputs `X`.
+            sites: with their inputs.
             new: whether these are other rows; else they are the last ones of the sites.
         """
 
@@ -172,9 +172,13 @@ class AbstractRowFamily(AbstractPosteriorFamily):
             msg = (
                 f"`{type(self).__name__}` holds one site for each of the {sites.X.shape[0]} rows given at "
                 f"initialisation; a training step came with X of shape {prior.X.shape}. Give all rows at every step. "
-                "`AutoTSVGP` with inducing inputs takes minibatches."
+                "`AutoTSVGP` with inducing inputs, or `AutoMarkovGP` with inducing times, takes minibatches."
             )
             raise ValueError(msg)
+
+    def has_rows(self, prior: GaussianProcess, sites: Any) -> Array:
+        """Whether sites know of the rows that are asked for, ()."""
+        return jnp.asarray(sites.X.shape == prior.X.shape and same_rows(sites.X, prior.X))
 
 
 def inducing_param(

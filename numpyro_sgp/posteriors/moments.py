@@ -20,6 +20,7 @@ from numpyro_sgp.posteriors.natural_parameters import AbstractSites, Past, Pertu
 __all__ = [
     "AbstractCovariance",
     "Moments",
+    "Parts",
     "Projection",
     "Roots",
     "draw_given_inducing",
@@ -76,9 +77,15 @@ class AbstractCovariance(ABC):
         del rng_key, shape
         return None
 
-    def draw_parts(self, rng_key: Array, shape: tuple[int, ...]) -> tuple[Array, Array] | None:
-        """Joint draws of E[f | u] − E[f] and of f − E[f | u], shape (..., N), if a posterior has a way of its own."""
-        del rng_key, shape
+    def draw_parts(self, rng_key: Array, shape: tuple[int, ...], *, of_inducing: Array | None = None) -> "Parts | None":
+        """Joint draws of E[f | u] − E[f] and of f − E[f | u], shape (..., N), if a posterior has a way of its own.
+
+        Args:
+            rng_key: a key.
+            shape: (..., N).
+            of_inducing: the key of u, where these do not depend on the rows; None for one that is made of `rng_key`.
+        """
+        del rng_key, shape, of_inducing
         return None
 
 
@@ -110,9 +117,29 @@ class AbstractDenseCovariance(AbstractCovariance):
     def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
         """Joint draws of f − E[f], shape (..., N)."""
 
-    def draw_parts(self, rng_key: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
+    @property
+    def log_normaliser(self) -> Array | None:
+        """Log Z of the sites, (...), if `draw_parts` gives their logarithm."""
+        return None
+
+    def draw_parts(self, rng_key: Array, shape: tuple[int, ...], *, of_inducing: Array | None = None) -> "Parts":
+        del of_inducing
         deviations = self.draw_deviations(rng_key, shape)
-        return deviations, jnp.zeros_like(deviations)
+        return Parts(deviations, jnp.zeros_like(deviations))
+
+
+class Parts(NamedTuple):
+    """Joint draws of the two parts of f.
+
+    Attributes:
+        explained: E[f | u] − E[f], (..., N).
+        rest: f − E[f | u], (..., N).
+        log_sites: log of the sites at u, (...), where they are no sites of E[f | u] in the rows; else None.
+    """
+
+    explained: Array
+    rest: Array
+    log_sites: Array | None = None
 
 
 def draw_given_inducing(

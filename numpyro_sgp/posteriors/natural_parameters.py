@@ -13,7 +13,7 @@ the backward pass that also differentiates the hyperparameters, and it passes th
 
 import dataclasses
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 from jax import Array
@@ -32,6 +32,7 @@ __all__ = [
     "Earlier",
     "EffectSites",
     "JointSites",
+    "PairSites",
     "Past",
     "Perturbation",
     "Perturbed",
@@ -290,6 +291,75 @@ class RowSites(AbstractSites):
         """The training inputs, as data."""
         return jax.lax.stop_gradient(self.X)
 
+    def given(self, w: Array) -> DatumSites:
+        """Those of f alone, given w, (P,)."""
+        return DatumSites(self.lambda1 - matvec(self.Lambda2[:, 1:], w), self.Lambda2[:, 0], self.X, self.places)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PairSites(AbstractSites):
+    """Sums over the rows between neighbouring inducing times, exp(λⱼᵀyⱼ − ½ yⱼᵀΛⱼyⱼ − yⱼᵀCⱼᵀw) for each pair of states.
+
+    With K numbers in each of J pairs yⱼ, beside P latents w; none where f has a posterior of its own.
+
+    Args:
+        lambda1: λⱼ, (..., J, K).
+        Lambda2: Λⱼ, and Cⱼᵀ to its right, (..., J, K, K + P).
+        Z: inducing times, in ascending order, (1 + J,); data, not trained.
+    """
+
+    lambda1: Array
+    Lambda2: Array
+    Z: Array
+
+    earlier: ClassVar[None] = None
+
+    @classmethod
+    def zeros(cls, batch_shape: tuple[int, ...], num_states: int, Z: Array, num_latents: int = 0) -> "PairSites":
+        """Sites that change nothing, with so many numbers in the state at each inducing time."""
+        K, shape = 2 * num_states, (*batch_shape, Z.shape[0] - 1)
+        return cls(jnp.zeros((*shape, K), Z.dtype), jnp.zeros((*shape, K, K + num_latents), Z.dtype), own_copy(Z))
+
+    def _scale(self) -> Array:
+        return jnp.zeros(self.lambda1.shape[:-2], self.lambda1.dtype)
+
+    @property
+    def precision(self) -> Array:
+        """Λⱼ, (..., J, K, K)."""
+        return self.Lambda2[..., : self.lambda1.shape[-1]]
+
+    @property
+    def crossed(self) -> Array:
+        """Cⱼᵀ, (..., J, K, P)."""
+        return self.Lambda2[..., self.lambda1.shape[-1] :]
+
+    @property
+    def fixed_Z(self) -> Array:
+        """The inducing times, as data."""
+        return jax.lax.stop_gradient(self.Z)
+
+    def with_earlier(self) -> "PairSites":
+        """The sites: earlier rows are part of their sums."""
+        return self
+
+    def given(self, w: Array) -> "PairSites":
+        """Those of f alone, given w, (P,)."""
+        return PairSites(self.lambda1 - matvec(self.crossed, w), self.precision, self.Z)
+
+    def with_rows(self, pair: Array, a: Array, linear: Array, precision: Array) -> "PairSites":
+        """The sums with other rows: λ + Σ_n lₙ aₙ and Λ + Σ_n pₙ aₙaₙᵀ, each in its pair.
+
+        Args:
+            pair: which pair knows of a row, (N,).
+            a: vectors of the rows, (..., N, K).
+            linear: l, (..., N).
+            precision: p, (..., N).
+        """
+        outer = precision[..., None, None] * a[..., :, None] * a[..., None, :]
+        lambda1 = self.lambda1.at[..., pair, :].add(linear[..., None] * a)
+        return PairSites(lambda1, self.Lambda2.at[..., pair, :, :].add(outer), self.Z)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -331,6 +401,20 @@ class Perturbation:
         """The factor of the divergence with so many axes appended; 1 where the divergence is not in the loss."""
         assert self.scale is not None
         return jnp.where(self.scale > 0.0, self.scale, 1.0).reshape(self.scale.shape + (1,) * axes)
+
+    def at_rows(self, pair: Array, a: Array) -> "Perturbation":
+        """As one of sites of f in each row, of that of sites on pairs: of E[f], E[f²] and 2 E[f w], (..., N[, 1 + P]).
+
+        Args:
+            pair: which pair knows of a row, (N,).
+            a: vectors of the rows, (..., N, K).
+        """
+        a = jax.lax.stop_gradient(a)
+        linear = jnp.sum(a * self.epsilon1[..., pair, :], axis=-1)
+        turned = jnp.sum(a[..., :, None] * self.epsilon2[..., pair, :, :], axis=-2)
+        K = a.shape[-1]
+        own = jnp.sum(turned[..., :K] * a, axis=-1)
+        return Perturbation(linear, jnp.concatenate([own[..., None], turned[..., K:]], axis=-1), floor=self.floor)
 
     def of_unit_scale(self, sites: AbstractSites) -> "Perturbation":
         """The natural gradient of a loss, divided by the factor that the divergence of each latent has in it.
@@ -470,8 +554,8 @@ def perturb_marginals(
 def perturb_kl(perturbation: Perturbation, sites: AbstractSites, kl: Array) -> Array:
     """KL + λ₁ᵀε₁ − ½ tr(Λ₂ε₂), (...), with the sites expressed at the current inducing variables."""
     sites = jax.lax.stop_gradient(sites)
-    axes = tuple(range(kl.ndim - sites.Lambda2.ndim, 0))
-    linear = jnp.sum(sites.lambda1 * perturbation.epsilon1, axis=-1)
+    axes, of_linear = (tuple(range(kl.ndim - x.ndim, 0)) for x in (sites.Lambda2, sites.lambda1))
+    linear = jnp.sum(sites.lambda1 * perturbation.epsilon1, axis=of_linear)
     kl = kl + linear - 0.5 * jnp.sum(sites.Lambda2 * perturbation.epsilon2, axis=axes)
     if perturbation.scale is not None:
         kl = kl + perturbation.scale

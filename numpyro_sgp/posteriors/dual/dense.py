@@ -135,8 +135,9 @@ class Dense(AbstractRowFamily):
     def check_prior(self, prior: GaussianProcess) -> None:
         del prior  # any kernel, at any inputs or functionals
 
-    def row_sites(self, num_latents: int, X: Array) -> RowSites:
-        return RowSites.zeros(num_latents, X)
+    def sites_of(self, num_latents: int, prior: GaussianProcess, rng_key: Array) -> RowSites:
+        del rng_key
+        return RowSites.zeros(num_latents, prior.X)
 
     def in_rows(self, prior: GaussianProcess, sites: DatumSites | RowSites, *, new: bool) -> DenseRows:
         num_sites, num_rows = sites.X.shape[-2], prior.X.shape[-2]

@@ -14,6 +14,7 @@ KL(q ‖ q_before) has E[log t] of the new ones alone, with log Z of all but for
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -36,9 +37,27 @@ from numpyro_sgp.posteriors.joint.predictors import (
     shared_effect,
 )
 from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, whiten
-from numpyro_sgp.posteriors.natural_parameters import JointSites, Perturbed, RowSites, perturb_kl, perturb_marginals
+from numpyro_sgp.posteriors.natural_parameters import (
+    DatumSites,
+    JointSites,
+    PairSites,
+    Perturbation,
+    Perturbed,
+    RowSites,
+    perturb_kl,
+    perturb_marginals,
+)
 
-__all__ = ["AbstractRows", "GivenSeveral", "JointByRows", "JointCovariance", "markers"]
+__all__ = [
+    "AbstractRows",
+    "AbstractSiteRows",
+    "GivenLatents",
+    "GivenSeveral",
+    "JointByRows",
+    "JointCovariance",
+    "expected_sites",
+    "markers",
+]
 
 
 class GivenSeveral(NamedTuple):
@@ -57,7 +76,61 @@ class GivenSeveral(NamedTuple):
     log_normaliser: Array
 
 
-class AbstractRows(ABC):
+@dataclasses.dataclass(frozen=True)
+class GivenLatents:
+    """What sites of f, and between f and w, say.
+
+    Attributes:
+        mean: m in the first row and G in the others, at the rows that are asked for, (1 + P, N).
+        variance: Var(f | w), (N,), of the part of f that the sites see.
+        products: those of the rows of R with the covariance Σ of what the sites are of, R having λ₁ and C, (1 + P,
+            1 + P).
+        log_normaliser: log Z at λ₁ = 0, ().
+        expected: E[log sites] without that of earlier rows, from mean and root of the covariance of w.
+    """
+
+    mean: Array
+    variance: Array
+    products: Array
+    log_normaliser: Array
+    expected: Callable[[Array, Array], Array]
+
+    @classmethod
+    def nothing(cls, prior_variance: Array, num_latents: int) -> "GivenLatents":
+        """Of sites that are zero."""
+        m = jnp.zeros((1 + num_latents, prior_variance.shape[0]), prior_variance.dtype)
+        products = jnp.zeros((1 + num_latents,) * 2, m.dtype)
+        zero = products[0, 0]
+
+        def expected(w: Array, T: Array) -> Array:
+            del w, T
+            return zero
+
+        return cls(m, prior_variance, products, zero, expected)
+
+
+class AbstractSiteRows(ABC):
+    """A process with its sites, at the rows that are asked for."""
+
+    @property
+    def unexplained(self) -> Array | None:
+        """What the rows leave of the variances of f where the sites see only a part of it, (N_rows,); else None."""
+        return None
+
+    @abstractmethod
+    def given_latents(self, sites: Any) -> GivenLatents:
+        """What sites of f and between f and w say."""
+
+    @abstractmethod
+    def covariance_given_latents(self, sites: Any) -> AbstractDenseCovariance:
+        """Cov(f | w) between the rows that are asked for, from sites of f given w."""
+
+    def at_rows(self, zero: Perturbation) -> Perturbation:
+        """A perturbation of the sites as one of sites of the rows that are asked for."""
+        return zero
+
+
+class AbstractRows(AbstractSiteRows):
     """A process at the rows of its sites and those that are asked for, in an order of its own.
 
     Attributes:
@@ -74,10 +147,23 @@ class AbstractRows(ABC):
         padded = (jnp.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, missing)]) for value in values)
         return tuple(value[..., self.order] for value in padded)
 
-    @property
-    def unexplained(self) -> Array | None:
-        """What the rows leave of the variances of f where the sites see only a part of it, (N_rows,); else None."""
-        return None
+    def given_latents(self, sites: RowSites) -> GivenLatents:
+        own, both = sites.lambda1.shape[0], sites.with_earlier()
+        lambda1, p, C = both.lambda1, both.Lambda2[:, 0], both.Lambda2[:, 1:].T
+        is_own = jnp.arange(lambda1.shape[0]) >= lambda1.shape[0] - own
+        lambda1, p, C, is_own = self.in_order(lambda1, p, C, is_own)
+        R = jnp.concatenate([lambda1[None], C])
+        known = self.given_several(R, p)
+
+        def expected(w: Array, T: Array) -> Array:
+            own = jnp.where(is_own, R, 0.0)
+            return expected_sites(own, jnp.where(is_own, p, 0.0), known.mean, known.variance, w, T)
+
+        mean, variance = known.mean[:, self.rows], known.variance[self.rows]
+        return GivenLatents(mean, variance, known.products, known.log_normaliser, expected)
+
+    def covariance_given_latents(self, sites: DatumSites) -> AbstractDenseCovariance:
+        return self.covariance(*self.in_order(sites.lambda1, sites.Lambda2))
 
     @abstractmethod
     def given_several(self, lambda1: Array, precision: Array) -> GivenSeveral:
@@ -86,6 +172,30 @@ class AbstractRows(ABC):
     @abstractmethod
     def covariance(self, lambda1: Array, precision: Array) -> AbstractDenseCovariance:
         """The covariance between the rows that are asked for."""
+
+
+def expected_sites(R: Array, precision: Array, mean: Array, variance: Array, w: Array, T: Array) -> Array:
+    """E[log sites] of what they are of, f say, and latents.
+
+    Args:
+        R: λ₁ and C, (1 + P, N).
+        precision: p, (N,), or Λ of entries that are side by side, (J, K, K), N = J K.
+        mean: E[f | w = 0] and G, (1 + P, N).
+        variance: Var(f | w), as `precision`.
+        w: E[w], (P,).
+        T: a root of its covariance, T Tᵀ, (P, P).
+    """
+    lambda1, C, G = R[0], R[1:], mean[1:]
+    turned = matmul(T.T, G)
+    f = mean[0] - matvec_transposed(G, w)
+    crossed = f * w[:, None] - matmul(T, turned)
+    if precision.ndim == 1:
+        quadratic = jnp.sum(precision * (variance + jnp.sum(turned * turned, axis=0) + f * f))
+    else:
+        parts = jnp.concatenate([f[None], turned]).reshape(-1, *precision.shape[:-1])
+        second = variance + jnp.sum(parts[..., :, None] * parts[..., None, :], axis=0)
+        quadratic = jnp.sum(precision * second)
+    return jnp.sum(lambda1 * f) - 0.5 * quadratic - jnp.sum(C * crossed)
 
 
 def markers(kff: Array) -> Rows:
@@ -151,6 +261,7 @@ class JointByRows(AbstractJointGaussian):
     Attributes:
         value: sites of w, (P,) and (P, P), perturbed or not.
         sites: those of f and between the two, perturbed or not.
+        zero: the perturbation of these as one of sites of the rows; None where there is none.
         L: Cholesky factor of B, (P, P).
         mean: E[v], v = L⁻¹w, (P,).
         S_sqrt: a root of its covariance, (P, P).
@@ -166,7 +277,8 @@ class JointByRows(AbstractJointGaussian):
     """
 
     value: JointSites | Perturbed
-    sites: RowSites | Perturbed
+    sites: RowSites | PairSites | Perturbed
+    zero: Perturbation | None
     L: Array
     mean: Array
     S_sqrt: Array
@@ -184,8 +296,8 @@ class JointByRows(AbstractJointGaussian):
     def of(
         cls,
         value: JointSites | Perturbed,
-        sites: RowSites | Perturbed,
-        line: AbstractRows | None,
+        sites: RowSites | PairSites | Perturbed,
+        line: AbstractSiteRows | None,
         prior_variance: Array,
         offset: Array,
         root: Array,
@@ -204,36 +316,26 @@ class JointByRows(AbstractJointGaussian):
         """
         of_w, of_f = value_of(value), value_of(sites)
         L, _ = whiten(matmul(root, root.T), root[:, :0])
-        new, all_rows = _without_earlier(of_w, of_f), of_f.with_earlier()
-        linear, precision = of_w.lambda1, of_w.Lambda2
-        lambda1, p, C = all_rows.lambda1, all_rows.Lambda2[:, 0], all_rows.Lambda2[:, 1:].T
-        counts = jnp.arange(lambda1.shape[0]) >= lambda1.shape[0] - of_f.lambda1.shape[0]
-        if line is None:
-            m, variance, G, rows = lambda1, prior_variance, C, slice(None)
-            log_z, products = jnp.zeros((), m.dtype), jnp.zeros((1 + len(C),) * 2, m.dtype)
-        else:
-            lambda1, p, C, counts = line.in_order(lambda1, p, C, counts)
-            known, rows = line.given_several(jnp.concatenate([lambda1[None], C]), p), line.rows
-            m, G, variance, products = known.mean[0], known.mean[1:], known.variance, known.products
-            log_z = known.log_normaliser + 0.5 * products[0, 0]
+        new, linear, precision = _without_earlier(of_w, of_f), of_w.lambda1, of_w.Lambda2
+        known = GivenLatents.nothing(prior_variance, len(offset)) if line is None else line.given_latents(of_f)
+        products = known.products
         linear, precision = linear - products[0, 1:], precision - products[1:, 1:]
         of_v = matvec(L.T, linear)
         mean, S_sqrt = natural_mean_and_root(of_v, matmul(matmul(L.T, 0.5 * (precision + precision.T)), L))
+        log_z = known.log_normaliser + 0.5 * products[0, 0]
         log_z = log_z + 0.5 * of_v @ mean + jnp.sum(jnp.log(jnp.diagonal(S_sqrt)))
         # E[log sites] of the rows that are not earlier ones.
         w, T = matvec(L, mean), matmul(L, S_sqrt)
-        turned = matmul(T.T, G)
-        f = m - matvec_transposed(G, w)
-        second = variance + jnp.sum(turned * turned, axis=0) + f * f
-        crossed = f * w[:, None] - matmul(T, turned)
-        of_rows = jnp.sum(jnp.where(counts, lambda1 * f - 0.5 * p * second - jnp.sum(C * crossed, axis=0), 0.0))
         own = new.lambda1 @ w - 0.5 * (w @ matvec(new.Lambda2, w) + jnp.sum(T * matmul(new.Lambda2, T)))
-        f, G = (m[rows], variance[rows]), matmul(L.T, G[:, rows])
+        kl = known.expected(w, T) + own - log_z
+        f, G = (known.mean[0], known.variance), matmul(L.T, known.mean[1:])
         rest = None if line is None else line.unexplained
         rest = jnp.zeros_like(f[1]) if rest is None else rest
-        none, spans = jnp.zeros(0, offset.dtype), {site: (0, 1, 2)}
-        kl = of_rows + own - log_z
-        return cls(value, sites, L, mean, S_sqrt, f, rest, G, kl, log_z, offset, root, none, spans)
+        none, spans, zero = jnp.zeros(0, offset.dtype), {site: (0, 1, 2)}, None
+        if isinstance(sites, Perturbed):
+            assert line is not None
+            zero = line.at_rows(sites.zero)
+        return cls(value, sites, zero, L, mean, S_sqrt, f, rest, G, kl, log_z, offset, root, none, spans)
 
     @property
     def size(self) -> int:
@@ -260,9 +362,10 @@ class JointByRows(AbstractJointGaussian):
         kl, unperturbed = self.kl, variance
         if isinstance(self.value, Perturbed):
             assert isinstance(self.sites, Perturbed)
+            assert self.zero is not None
             kl = perturb_kl(self.value.zero, _without_earlier(self.value.value, self.sites.value), kl)
             kl = perturb_kl(self.sites.zero, self.sites.value, kl)
-            c, zero = jax.lax.stop_gradient(a), self.sites.zero
+            c, zero = jax.lax.stop_gradient(a), self.zero
             quadratic = c * c * zero.epsilon2[row, 0] + c * jnp.sum(h * zero.epsilon2[row, 1:].T, axis=0)
             extra = c * zero.epsilon1[row], quadratic
             mean, variance = perturb_marginals(self.value, h, mean, variance, extra=extra)
@@ -283,8 +386,8 @@ class JointByRows(AbstractJointGaussian):
     def perturbation_of_covariance(self, one: Columns, other: Columns) -> Array:
         if not isinstance(self.value, Perturbed):
             return jnp.zeros((), one.mean.dtype)
-        assert isinstance(self.sites, Perturbed)
-        return perturbed_covariance(self.value.zero, self.sites.zero, one, other)
+        assert self.zero is not None
+        return perturbed_covariance(self.value.zero, self.zero, one, other)
 
     def floored(self, perturbation: Array) -> Array:
         return floored(self.value, perturbation)

@@ -23,7 +23,19 @@ from numpyro_sgp.posteriors.moments import Moments, perturbed_moments
 from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed, RowSites
 from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
 
-__all__ = ["Markov"]
+__all__ = ["Markov", "check_times"]
+
+
+def check_times(prior: GaussianProcess, num_harmonics: int) -> None:
+    """Raise for inputs that are no times, or a kernel without a state-space form."""
+    if isinstance(prior.X, AbstractFunctional) or prior.X.ndim != 2 or prior.X.shape[-1] != 1:
+        got = type(prior.X).__name__ if isinstance(prior.X, AbstractFunctional) else f"shape {prior.X.shape}"
+        msg = (
+            f"`AutoMarkovGP` needs `X` to be times, (N, 1), got {got}. Give the places `space` for a function of "
+            "time and place; `AutoTSVGP` takes any inputs."
+        )
+        raise ValueError(msg)
+    state_space_of(prior.kernel, prior.X.dtype, num_harmonics)  # raises for other kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,17 +82,11 @@ class Markov(AbstractRowFamily):
         if self.space is not None:
             self._separated(prior, prior.X.dtype)
             return
-        if isinstance(prior.X, AbstractFunctional) or prior.X.ndim != 2 or prior.X.shape[-1] != 1:
-            got = type(prior.X).__name__ if isinstance(prior.X, AbstractFunctional) else f"shape {prior.X.shape}"
-            msg = (
-                f"`AutoMarkovGP` needs `X` to be times, (N, 1), got {got}. Give the places `space` for a function of "
-                "time and place; `AutoTSVGP` takes any inputs."
-            )
-            raise ValueError(msg)
-        state_space_of(prior.kernel, prior.X.dtype, self.num_harmonics)  # raises for other kernels
+        check_times(prior, self.num_harmonics)
 
-    def row_sites(self, num_latents: int, X: Array) -> RowSites:
-        return RowSites.zeros(num_latents, X, self._places(X))
+    def sites_of(self, num_latents: int, prior: GaussianProcess, rng_key: Array) -> RowSites:
+        del rng_key
+        return RowSites.zeros(num_latents, prior.X, self._places(prior.X))
 
     def _places(self, X: Array) -> Array | None:
         # Among the parameters, which the sites say nothing without.

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from numpyro_sgp.math.products import matmul, matvec
 from numpyro_sgp.posteriors.markov.state_space import AbstractStateSpace
 
-__all__ = ["Smoothed", "prior_draws", "smoothed", "two_passes"]
+__all__ = ["Smoothed", "at_site", "before_site", "small_product", "smoothed", "state_draws", "two_passes"]
 
 
 @jax.tree_util.register_dataclass
@@ -54,8 +54,11 @@ class Smoothed:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Update:
-    """What the filter leaves for the smoother at one time, or at each: scalars (...), φ (..., d), A (..., d, d)."""
+class Update:
+    """What the filter leaves for the smoother at one site, or at each: scalars (...), φ (..., d), A (..., d, d).
+
+    A is None where it is kept elsewhere.
+    """
 
     mu: Array
     s: Array
@@ -63,7 +66,7 @@ class _Update:
     e: Array
     W: Array
     phi: Array
-    A: Array
+    A: Any
 
 
 # A scan of sums is one loop of the compiler, where products of matrices are a call each. Measured on a CPU: a quarter
@@ -71,7 +74,7 @@ class _Update:
 _FEW_STATES = 16
 
 
-def _product(A: Array, B: Array) -> Array:
+def small_product(A: Array, B: Array) -> Array:
     """A B of small matrices."""
     if A.shape[-1] > _FEW_STATES:
         return matmul(A, B)
@@ -83,7 +86,7 @@ def _times(A: Array, x: Array) -> Array:
     return jnp.sum(A * x[..., None, :], axis=-1)
 
 
-def _update(m: Array, P: Array, A: Array, lambda1: Array, w: Array, h: Array) -> tuple[Array, Array, _Update, Array]:
+def at_site(m: Array, P: Array, A: Any, lambda1: Array, w: Array, h: Array) -> tuple[Array, Array, Update, Array]:
     """The state after a site, from the prediction before it; and the site's part of log Z."""
     phi, mu = _times(P, h), jnp.sum(m * h, axis=-1)
     s = jnp.sum(phi * h, axis=-1)
@@ -93,22 +96,22 @@ def _update(m: Array, P: Array, A: Array, lambda1: Array, w: Array, h: Array) ->
     m = m + phi * e[..., None]
     # C P Cᵀ + φφᵀ w/D²: after a precise outcome rounding is small beside what is left of P.
     half = P - (phi * W[..., None])[..., :, None] * phi[..., None, :]  # C P
-    column = jnp.sum(half * h, axis=-1)
+    column = jnp.sum(half * h[..., None, :], axis=-1)
     outer = phi[..., :, None] * phi[..., None, :] * (W / D)[..., None, None]
     P = half - column[..., :, None] * (phi * W[..., None])[..., None, :] + outer
     P = 0.5 * (P + P.mT)
-    return m, P, _Update(mu, s, D, e, W, phi, A), log_z
+    return m, P, Update(mu, s, D, e, W, phi, A), log_z
 
 
-def _forward(state: tuple[Array, Array], step: tuple, h: Array) -> tuple[tuple[Array, Array], tuple[_Update, Array]]:
+def _forward(state: tuple[Array, Array], step: tuple, h: Array) -> tuple[tuple[Array, Array], tuple[Update, Array]]:
     m, P = state
     A, Q, lambda1, w = step
-    m, P = _times(A, m), _product(_product(A, P), A.mT) + Q
-    m, P, update, log_z = _update(m, P, A, lambda1, w, h)
+    m, P = _times(A, m), small_product(small_product(A, P), A.mT) + Q
+    m, P, update, log_z = at_site(m, P, A, lambda1, w, h)
     return (m, P), (update, log_z)
 
 
-def _marginals(update: _Update, g: Array, G: Array) -> tuple[Array, Array]:
+def _marginals(update: Update, g: Array, G: Array) -> tuple[Array, Array]:
     phi_g = jnp.sum(update.phi * g, axis=-1)
     phi_G_phi = jnp.sum(update.phi * _times(G, update.phi), axis=-1)
     mean = update.mu + update.s * update.e - phi_g / update.D
@@ -116,19 +119,22 @@ def _marginals(update: _Update, g: Array, G: Array) -> tuple[Array, Array]:
     return mean, jnp.maximum(variance, jnp.finfo(variance.dtype).eps * update.s)
 
 
-def _backward(state: tuple[Array, Array], update: _Update, h: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Of the time before g and G, and the marginals of this one."""
-    g, G = state
-    found = _marginals(update, g, G)
+def before_site(g: Array, G: Array, update: Update, h: Array) -> tuple[Array, Array]:
+    """Of the state before a site g and G, Cᵀg − h e and CᵀGC + hhᵀW with C = I − φhᵀW."""
     phi_G = _times(G, update.phi)
     W = update.W[..., None]
-    # Cᵀg and CᵀGC + hhᵀW, with C = I − φhᵀW.
     g = g - h * (W[..., 0] * jnp.sum(update.phi * g, axis=-1) + update.e)[..., None]
-    across = (W * phi_G)[..., :, None] * h
+    across = (W * phi_G)[..., :, None] * h[..., None, :]
     own = update.W + update.W**2 * jnp.sum(update.phi * phi_G, axis=-1)
-    G = G - across - across.mT + own[..., None, None] * h[:, None] * h
+    return g, G - across - across.mT + own[..., None, None] * h[..., :, None] * h[..., None, :]
+
+
+def _backward(state: tuple[Array, Array], update: Update, h: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Of the time before g and G, and the marginals of this one."""
+    found = _marginals(update, *state)
+    g, G = before_site(*state, update, h)
     A_t = update.A.mT
-    return (_times(A_t, g), _product(_product(A_t, G), update.A)), found
+    return (_times(A_t, g), small_product(small_product(A_t, G), update.A)), found
 
 
 def _first_axis(x: Array, axis: int) -> Array:
@@ -288,7 +294,7 @@ def _smoothed_in_parallel(
     P_before = jnp.concatenate([jnp.zeros_like(P_after[:1]), P_after[:-1]])
     m_before = matvec(from_before, m_before)
     P_before = matmul(matmul(from_before, P_before), from_before.mT) + Q
-    _, _, update, log_z = _update(m_before, P_before, A, lambda1, w, h)
+    _, _, update, log_z = at_site(m_before, P_before, A, lambda1, w, h)
 
     # Backwards, g and G are affine: Cᵀ and Aᵀ around those of the time after, and the site's own.
     W = update.W[..., None]
@@ -310,27 +316,27 @@ def _smoothed_in_parallel(
     return Smoothed(mean, variance, jnp.sum(log_z, axis=0))
 
 
-def prior_draws(model: AbstractStateSpace, interval: Array, noise: tuple[Array, Array]) -> Array:
-    """Joint draws of f at all times under the prior, (..., N).
+def state_draws(model: AbstractStateSpace, interval: Array, rng_key: Array, batch: tuple[int, ...]) -> Array:
+    """Joint draws of the state at all times under the prior, (..., N, d).
 
     Args:
         model: the process.
         interval: from the time before, (N,).
-        noise: standard normal numbers for the first state, (..., d), and its steps, (..., N, k).
+        rng_key: a key.
+        batch: axes in front.
     """
-    of_first, of_steps = noise
-    interval = interval.at[0].set(0.0)
-    batch = of_first.shape[:-1]
-    A, B = model.transition(interval), model.noise_root(interval)
+    of_first, of_steps = jax.random.split(rng_key)
+    A, B = model.transition(interval.at[0].set(0.0)), model.noise_root(interval.at[0].set(0.0))
+    d, k, dtype = A.shape[-1], B.shape[-1], interval.dtype
+    first = jax.random.normal(of_first, (*batch, d), dtype)
+    steps = jax.random.normal(of_steps, (*batch, len(interval), k), dtype)
     A, B = (_first_axis(jnp.broadcast_to(each, (*batch, *each.shape[-3:])), -3) for each in (A, B))
-    pushes = matvec(B, _first_axis(of_steps, -2))
+    pushes = matvec(B, _first_axis(steps, -2))
 
     def step(x: Array, known: tuple[Array, Array]) -> tuple[Array, Array]:
         A, push = known
         x = _times(A, x) + push
         return x, x
 
-    _, states = lax.scan(
-        step, matvec(jnp.broadcast_to(model.root, (*batch, *model.root.shape[-2:])), of_first), (A, pushes)
-    )
-    return jnp.moveaxis(jnp.sum(states * jnp.asarray(model.h, states.dtype), axis=-1), 0, -1)
+    root = jnp.broadcast_to(model.root, (*batch, *model.root.shape[-2:]))
+    return jnp.moveaxis(lax.scan(step, matvec(root, first), (A, pushes))[1], 0, -2)

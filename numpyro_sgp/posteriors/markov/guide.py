@@ -1,6 +1,6 @@
 """The guide for functions of time, and of time and place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax.typing import ArrayLike
@@ -9,8 +9,9 @@ from numpyro.infer.autoguide import AutoNormal
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.guides.members import Joint
 from numpyro_sgp.inducing.points import as_points
-from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
+from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, Inducing, for_site
 from numpyro_sgp.posteriors.markov.family import Markov
+from numpyro_sgp.posteriors.markov.pair_family import SparseMarkov
 
 __all__ = ["AutoMarkovGP"]
 
@@ -26,6 +27,11 @@ class AutoMarkovGP(AbstractAutoSparseGP):
     Inputs are times in any order, (N, 1); the same time may come more than once. A row that is masked, or a time at
     which predictions are wanted, costs as much as any other. Give all rows at every step.
 
+    With `inducing=Z` the inducing variables are the states of the process at M times Z, f and its derivatives for a
+    Matérn kernel, and the sites are those of pairs of neighbouring states: Σ_n of the rows between two times. A step
+    costs M d³ operations and those of its rows, which may be a minibatch. A thousand inducing times cost what fifteen
+    inducing inputs of `AutoTSVGP` do. The posterior is exact where Z has all times of the data.
+
     With `space=Z` f is a function of time and place, and its kernel the product of one of time and one of place,
     `Select(Matern32(...), [0]) * Select(SquaredExponential(...), [1, 2])`, or a sum of such products. The time is the
     first column in which all of these have a state-space form. The inducing variables are processes of time, the values
@@ -34,6 +40,8 @@ class AutoMarkovGP(AbstractAutoSparseGP):
 
     Args:
         model: a NumPyro model with `GaussianProcess` sites of one input, or with `space` of several.
+        inducing: inducing times Z, (M,) or (M, 1), or `(kernel, X, rng_key)` to them, or a dict of these by site; a few
+            for each lengthscale. They are not trained. None for all times of the data.
         space: places Z, (M, D − 1), in the columns of X without the time; they are not trained. None for functions of
             time.
         num_harmonics: how many waves stand for a `Periodic` kernel; more for one whose `lengthscale` is below 0.5.
@@ -49,8 +57,8 @@ class AutoMarkovGP(AbstractAutoSparseGP):
 
     Raises:
         TypeError: a kernel without a state-space form, or, with `space`, that is no sum of such products.
-        ValueError: inputs that are no times, or of another width than `space`; `num_harmonics` below 1; `parallel` with
-            `space`.
+        ValueError: inputs that are no times, or of another width than `space`; `num_harmonics` below 1; fewer than two
+            inducing times; `parallel` or `inducing` with `space`; `parallel` with `inducing`.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
@@ -69,13 +77,16 @@ class AutoMarkovGP(AbstractAutoSparseGP):
 
     References:
         Chang, Wilkinson, Khan and Solin (2020), "Fast variational learning in state-space Gaussian process models";
-        Hamelijnck, Wilkinson, Loppi, Solin and Damoulas (2021), "Spatio-temporal variational Gaussian processes".
+        Hamelijnck, Wilkinson, Loppi, Solin and Damoulas (2021), "Spatio-temporal variational Gaussian processes";
+        Adam, Eleftheriadis, Durrande, Artemev and Hensman (2020), "Doubly sparse variational Gaussian processes", and
+        Wilkinson, Solin and Adam (2021), "Sparse algorithms for Markovian Gaussian processes", for inducing states.
     """
 
     def __init__(
         self,
         model: Callable,
         *,
+        inducing: Inducing | Mapping[str, Inducing] | None = None,
         space: ArrayLike | None = None,
         num_harmonics: int = 8,
         parallel: bool | None = None,
@@ -91,9 +102,15 @@ class AutoMarkovGP(AbstractAutoSparseGP):
             if parallel:
                 msg = "`parallel=True` is for functions of time alone, and there is `space`. Leave `parallel` out."
                 raise ValueError(msg)
+        if inducing is not None and (space is not None or parallel):
+            other = "`space`" if space is not None else "`parallel=True`"
+            msg = f"`inducing` is for functions of time alone, without associative scans, and there is {other}."
+            raise ValueError(msg)
+        self._inducing = inducing
         self._markov = Markov(num_harmonics, parallel, space)
         super().__init__(model, base=base, prefix=prefix, joint=joint)
 
     def family(self, site: str) -> AbstractPosteriorFamily:
-        del site
-        return self._markov
+        if self._inducing is None:
+            return self._markov
+        return SparseMarkov(for_site(self._inducing, site, "inducing"), self._markov.num_harmonics)

@@ -21,7 +21,7 @@ from numpyro_sgp.posteriors.markov.space_formulas import (
     smoothed_in_blocks,
 )
 from numpyro_sgp.posteriors.markov.timeline import AbstractTimeline, AbstractTimelineCovariance, in_ascending_order
-from numpyro_sgp.posteriors.moments import draw_given_inducing, project, variance_given
+from numpyro_sgp.posteriors.moments import Parts, draw_given_inducing, project, variance_given
 
 __all__ = ["SpaceTimeCovariance", "SpaceTimeline"]
 
@@ -130,11 +130,12 @@ class SpaceTimeCovariance(AbstractTimelineCovariance):
         return self.line.rest
 
     def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
-        explained, rest = self.draw_parts(rng_key, shape)
+        explained, rest, _ = self.draw_parts(rng_key, shape)
         return explained + rest
 
-    def draw_parts(self, rng_key: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
-        of_inducing, of_rest = jax.random.split(rng_key)
+    def draw_parts(self, rng_key: Array, shape: tuple[int, ...], *, of_inducing: Array | None = None) -> Parts:
+        del of_inducing  # the sites are those of the rows
+        of_seen, of_rest = jax.random.split(rng_key)
         line = self.line
         rest = draw_given_inducing(self, line.kernel, line.X, line.jitter, of_rest, shape)
-        return self.draw_seen(of_inducing, shape), rest
+        return Parts(self.draw_seen(of_seen, shape), rest)

@@ -13,7 +13,7 @@ from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.math.linalg import diagonal
 from numpyro_sgp.math.products import matmul
 from numpyro_sgp.posteriors.joint.by_rows import AbstractRows, GivenSeveral
-from numpyro_sgp.posteriors.markov.formulas import Smoothed, prior_draws, smoothed
+from numpyro_sgp.posteriors.markov.formulas import Smoothed, smoothed, state_draws
 from numpyro_sgp.posteriors.markov.state_space import AbstractStateSpace
 from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, Moments
 
@@ -139,11 +139,8 @@ class Timeline(AbstractTimeline):
         return _smoothed(self.model, self.interval, lambda1, precision, self.parallel)
 
     def prior_draws(self, rng_key: Array, batch: tuple[int, ...]) -> Array:
-        model, of_first, of_steps = self.model, *jax.random.split(rng_key)
-        d, k, dtype = model.covariance.shape[-1], model.noise_root(self.interval[:1]).shape[-1], self.interval.dtype
-        first = jax.random.normal(of_first, (*batch, d), dtype)
-        steps = jax.random.normal(of_steps, (*batch, len(self.interval), k), dtype)
-        return prior_draws(model, self.interval, (first, steps))
+        states = state_draws(self.model, self.interval, rng_key, batch)
+        return jnp.sum(states * jnp.asarray(self.model.h, states.dtype), axis=-1)
 
     def covariance(self, lambda1: Array, precision: Array) -> "MarkovCovariance":
         return MarkovCovariance(self, lambda1, precision)

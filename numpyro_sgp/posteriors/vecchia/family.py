@@ -77,8 +77,9 @@ class Vecchia(AbstractRowFamily):
         )
         raise TypeError(msg)
 
-    def row_sites(self, num_latents: int, X: Array) -> RowSites:
-        return RowSites.zeros(num_latents, X, self._places(X))
+    def sites_of(self, num_latents: int, prior: GaussianProcess, rng_key: Array) -> RowSites:
+        del rng_key
+        return RowSites.zeros(num_latents, prior.X, self._places(prior.X))
 
     def in_rows(self, prior: GaussianProcess, sites: DatumSites | RowSites, *, new: bool) -> NeighbourRows:
         X, N = sites.fixed_X, sites.X.shape[0]

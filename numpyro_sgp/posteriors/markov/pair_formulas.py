@@ -1,0 +1,232 @@
+"""Smoothing of Gaussian sites on pairs of neighbouring states, in O(M) for M inducing times.
+
+The inducing variables are the states x₁, ..., x_M of a Markov process at times z₁ < ... < z_M. Between two of these f
+is known from their pair yⱼ = (xⱼ, xⱼ₊₁) alone,
+
+    f(t) = a(t)ᵀyⱼ + r(t),        r independent of all states, with the variance of a bridge,
+
+so that sites exp(lₙ aₙᵀy − ½ pₙ (aₙᵀy)²) of the rows between two times are one site exp(λⱼᵀyⱼ − ½ yⱼᵀΛⱼyⱼ) of the pair.
+Before the first time and after the last f is known from the nearest state.
+
+The site of a pair is the product of K = 2d sites of single numbers: with Λ = U D Uᵀ, U triangular in some order of
+the numbers and D diagonal, and c = U⁻¹λ, those of c_k h_kᵀy − ½ D_k (h_kᵀy)², h_k the columns of U. So with m and P
+mean and covariance of xⱼ from the pairs before, the pair has the mean H m and the covariance H P Hᵀ + diag(0, Q), H =
+[I, Aᵀ]ᵀ, and filter and smoother take in one number after the other, as those of `formulas` do. After its sites let
+the pair have mean and covariance μ and V. With g and G of the state after it,
+
+    marginals: E y = μ − V Eᵀg,   Cov y = V − V EᵀG E V,   E = [0, I].
+
+References:
+    Adam, Eleftheriadis, Durrande, Artemev and Hensman (2020), "Doubly sparse variational Gaussian processes", for
+    states as inducing variables; Wilkinson, Solin and Adam (2021), "Sparse algorithms for Markovian Gaussian
+    processes", for sites on pairs of them.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, lax
+import jax.numpy as jnp
+
+from numpyro_sgp.math.products import matvec
+from numpyro_sgp.posteriors.markov.formulas import at_site, before_site, small_product, two_passes
+from numpyro_sgp.posteriors.markov.state_space import AbstractStateSpace
+
+__all__ = ["PairProjections", "SmoothedPairs", "pair_projections", "smoothed_pairs"]
+
+
+class PairProjections(NamedTuple):
+    """f at N times as known from the pairs of states around them.
+
+    Attributes:
+        pair: which pair that is, (N,).
+        a: (..., N, 2d).
+        rest: Var(r), (..., N).
+    """
+
+    pair: Array
+    a: Array
+    rest: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SmoothedPairs:
+    """What the smoother says of each pair.
+
+    Attributes:
+        mean: (..., J, 2d).
+        covariance: (..., J, 2d, 2d), with axes of length 1 where λ alone has them.
+        log_normaliser: log Z, (...).
+    """
+
+    mean: Array
+    covariance: Array
+    log_normaliser: Array
+
+
+def _inverse(Q: Array) -> Array:
+    """The inverse of a covariance of which some numbers may have no variance: these have none there, either."""
+    variances = jnp.diagonal(Q, axis1=-2, axis2=-1)
+    tiny = jnp.finfo(Q.dtype).tiny ** 0.5
+    has_variance = variances > tiny
+    scale = jnp.where(has_variance, 1.0 / jnp.sqrt(jnp.where(has_variance, variances, 1.0)), 0.0)
+    both = scale[..., :, None] * scale[..., None, :]
+    d = Q.shape[-1]
+    # States of products of kernels may be all but dependent over a short time.
+    diagonal = jnp.where(has_variance, 10.0 * d * jnp.finfo(Q.dtype).eps, 1.0)
+    return both * jnp.linalg.inv(both * Q + diagonal[..., :, None] * jnp.eye(d, dtype=Q.dtype))
+
+
+def pair_projections(model: AbstractStateSpace, Z: Array, times: Array) -> PairProjections:
+    """What pairs of states say of f at some times.
+
+    Args:
+        model: the process.
+        Z: inducing times, in ascending order, (M,).
+        times: (N,).
+    """
+    h, P = jnp.asarray(model.h, times.dtype), model.covariance[..., None, :, :]
+    pair = jnp.clip(jnp.searchsorted(Z, times, side="right") - 1, 0, Z.shape[0] - 2)
+    first, last = Z[pair], Z[pair + 1]
+    inside = jnp.clip(times, first, last)
+    before, after = jnp.maximum(first - times, 0.0), jnp.maximum(times - last, 0.0)
+    lags = jnp.concatenate([inside - first, last - inside, before + after])
+    A_start, A_end, A_out = jnp.split(model.transition(lags), 3, axis=-3)
+    Q_start, Q_end, Q_out = jnp.split(model.noise(lags), 3, axis=-3)
+    # Outside, f is known from the state at the nearest time: forwards by A, backwards by P Aᵀ P⁻¹.
+    forwards = matvec(A_out.mT, h)
+    backwards = matvec(_inverse(P), matvec(A_out, matvec(P, h)))
+    is_before = (before > 0.0)[..., None]
+    seen = jnp.where(is_before, backwards, forwards)
+    known = jnp.sum(backwards * matvec(P, backwards), axis=-1)
+    rest_before = jnp.maximum(jnp.sum(h * matvec(P, h), axis=-1) - known, 0.0)
+    outside = jnp.where(before > 0.0, rest_before, jnp.sum(h * matvec(Q_out, h), axis=-1))
+    # Inside, the part of the last state that the first does not know tells of the noise between.
+    intervals = jnp.diff(Z)
+    Q_inverse = _inverse(model.noise(intervals))[..., pair, :, :]
+    a_last = matvec(Q_inverse, matvec(A_end, matvec(Q_start, seen)))
+    missed = seen - matvec(A_end.mT, a_last)
+    a_first = matvec(A_start.mT, missed)
+    # A sum of squares, so that no small difference of large numbers is left.
+    bridge = jnp.sum(missed * matvec(Q_start, missed), axis=-1) + jnp.sum(a_last * matvec(Q_end, a_last), axis=-1)
+    return PairProjections(pair, jnp.concatenate([a_first, a_last], axis=-1), bridge + outside)
+
+
+def _single_sites(linear: Array, precision: Array, variances: Array) -> tuple[Array, Array, Array]:
+    """The sites of single numbers: c, (..., K), D, (..., K), and the vectors h_k in rows, (..., K, K).
+
+    Numbers are taken in the order of what is left of their precision beside the prior's, so that no number of an h_k
+    is large, and what is left in the end, where Λ is singular as that of few rows is, is rounding.
+
+    Args:
+        linear: λ, (..., K).
+        precision: Λ, (..., K, K).
+        variances: of the numbers under the prior, (..., K).
+    """
+    K, dtype = precision.shape[-1], precision.dtype
+    largest = jnp.max(jnp.abs(jnp.diagonal(precision, axis1=-2, axis2=-1)) * variances, axis=-1)
+
+    def step(state: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
+        rest, is_left = state
+        pivots = jnp.diagonal(rest, axis1=-2, axis2=-1)
+        relative = jnp.where(is_left, jnp.abs(pivots) * variances, -1.0)
+        unit = jax.nn.one_hot(jnp.argmax(relative, axis=-1), K, dtype=dtype)
+        is_known = jnp.max(relative, axis=-1) <= K * jnp.finfo(dtype).eps * largest  # from the numbers before it
+        D = jnp.where(is_known, 0.0, jnp.sum(pivots * unit, axis=-1))
+        column = jnp.sum(rest * unit[..., None, :], axis=-1) / jnp.where(is_known, 1.0, D)[..., None]
+        is_left = is_left & (unit == 0.0)
+        h = unit + jnp.where(is_left & ~is_known[..., None], column, 0.0)
+        return (rest - D[..., None, None] * h[..., :, None] * h[..., None, :], is_left), (h, D, unit)
+
+    def coefficient(rest: Array, known: tuple[Array, Array]) -> tuple[Array, Array]:
+        h, unit = known
+        c = jnp.sum(rest * unit, axis=-1)
+        return rest - c[..., None] * h, c
+
+    _, (h, D, unit) = lax.scan(step, (precision, jnp.ones(precision.shape[:-1], bool)), None, length=K)
+    _, c = lax.scan(coefficient, linear, (h, unit))
+    return jnp.moveaxis(c, 0, -1), jnp.moveaxis(D, 0, -1), jnp.moveaxis(h, 0, -2)
+
+
+class _Kept(NamedTuple):
+    """What the filter leaves for the smoother of a pair: after its sites μ and V, these, and A."""
+
+    mean: Array
+    V: Array
+    updates: Any
+    h: Array
+    A: Array
+
+
+def _forward(state: tuple[Array, Array], known: tuple) -> tuple[tuple[Array, Array], tuple[_Kept, Array]]:
+    m, P = state
+    A, Q, c, D, h = known
+    d = m.shape[-1]
+    AP = small_product(A, P)
+    upper = jnp.concatenate([P, AP.mT], axis=-1)
+    S = jnp.concatenate([upper, jnp.concatenate([AP, small_product(AP, A.mT) + Q], axis=-1)], axis=-2)
+    mu = jnp.concatenate([m, small_product(A, m[..., None])[..., 0]], axis=-1)
+
+    def site(state: tuple[Array, Array], known: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], tuple]:
+        m, P, update, log_z = at_site(*state, None, *known)
+        return (m, P), (update, log_z)
+
+    sites = jnp.moveaxis(c, -1, 0), jnp.moveaxis(D, -1, 0), jnp.moveaxis(h, -2, 0)
+    (mean, V), (updates, log_z) = lax.scan(site, (mu, S), sites)
+    return (mean[..., d:], V[..., d:, d:]), (_Kept(mean, V, updates, sites[2], A), jnp.sum(log_z, axis=0))
+
+
+def _backward(state: tuple[Array, Array], kept: _Kept) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Before a pair g and G, and the marginals of the pair."""
+    g, G = state
+    d = g.shape[-1]
+    to_end = kept.V[..., :, d:]
+    mean = kept.mean - small_product(to_end, g[..., None])[..., 0]
+    covariance = kept.V - small_product(small_product(to_end, G), to_end.mT)
+    g = jnp.concatenate([jnp.zeros_like(g), g], axis=-1)
+    G = jnp.pad(G, [(0, 0)] * (G.ndim - 2) + [(d, 0), (d, 0)])
+
+    def site(state: tuple[Array, Array], known: tuple[Any, Array]) -> tuple[tuple[Array, Array], None]:
+        return before_site(*state, *known), None
+
+    (g, G), _ = lax.scan(site, (g, G), (kept.updates, kept.h), reverse=True)
+
+    def turned(X: Array) -> Array:
+        """HᵀX."""
+        return X[..., :d, :] + small_product(kept.A.mT, X[..., d:, :])
+
+    return (turned(g[..., None])[..., 0], turned(turned(G).mT)), (mean, covariance)
+
+
+def smoothed_pairs(model: AbstractStateSpace, intervals: Array, linear: Array, precision: Array) -> SmoothedPairs:
+    """Moments of each pair, and log Z of the sites, in O(M d³).
+
+    Args:
+        model: the process; its hyperparameters have the leading axes of the sites, or broadcast to them.
+        intervals: between inducing times, (J,).
+        linear: λ, (..., J, 2d).
+        precision: Λ, (..., J, 2d, 2d).
+    """
+    P = model.covariance
+    # Covariances do not depend on λ.
+    of_covariance = jnp.broadcast_shapes(P.shape[:-2], precision.shape[:-3])
+    batch = jnp.broadcast_shapes(of_covariance, linear.shape[:-2])
+    of_covariance = (1,) * (len(batch) - len(of_covariance)) + of_covariance
+    linear = jnp.broadcast_to(linear, (*batch, *linear.shape[-2:]))
+    precision = jnp.broadcast_to(precision, (*of_covariance, *precision.shape[-3:]))
+    P = jnp.broadcast_to(P, (*of_covariance, *P.shape[-2:]))
+    m = jnp.zeros((*batch, P.shape[-1]), P.dtype)
+
+    def steps(block: tuple) -> tuple:
+        intervals, *sites = block
+        A, Q = model.transition(intervals), model.noise(intervals)
+        A, Q = (jnp.broadcast_to(each, (*of_covariance, *each.shape[-3:])) for each in (A, Q))
+        return jnp.moveaxis(A, -3, 0), jnp.moveaxis(Q, -3, 0), *sites
+
+    variances = jnp.diagonal(P, axis1=-2, axis2=-1)
+    c, D, h = _single_sites(linear, precision, jnp.concatenate([variances, variances], axis=-1)[..., None, :])
+    rows = intervals, jnp.moveaxis(c, -2, 0), jnp.moveaxis(D, -2, 0), jnp.moveaxis(h, -3, 0)
+    (mean, covariance), log_z = two_passes((m, P), rows, _forward, _backward, steps)
+    return SmoothedPairs(jnp.moveaxis(mean, 0, -2), jnp.moveaxis(covariance, 0, -3), log_z)
