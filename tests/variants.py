@@ -140,16 +140,11 @@ KEPT = {
     "markov_inducing": {
         "a_value_between_two_inducing_times_is_known_from_their_states_alone": {"Matérn 3/2", "sum"},
         "smoothing_of_pairs_is_the_dense_posterior_of_all_states": {"Matérn 3/2", "sum"},
-        **dict.fromkeys(
-            (
-                "one_step_is_the_best_posterior_of_the_states_for_gaussian_noise",
-                "hyperparameters_have_the_gradient_of_the_dense_bound",
-                "steps_on_minibatches_average_to_the_step_on_all_rows",
-                "with_all_times_it_is_the_posterior_with_a_site_in_each_row",
-                "importance_ratios_are_constant_where_the_posterior_is_exact",
-            ),
-            {"with effects"},
-        ),
+        "one_step_is_the_best_posterior_of_the_states_for_gaussian_noise": {"with effects"},
+        "hyperparameters_have_the_gradient_of_the_dense_bound": {"with effects"},
+        "steps_on_minibatches_average_to_the_step_on_all_rows": {"with effects"},
+        "with_all_times_it_is_the_posterior_with_a_site_in_each_row": {"with effects"},
+        "importance_ratios_are_constant_where_the_posterior_is_exact": {"with effects"},
     },
     "markov_joint": {
         "bound_and_its_gradient_are_those_of_one_kernel_with_the_effects": {"dense"},
