@@ -1,4 +1,4 @@
-"""`AutoMarkovGP`: what a step costs, a million counts, and the posterior beside NUTS.
+"""`AutoMarkovGP`: what a step costs, a million counts, minibatches by inducing times, and the posterior beside NUTS.
 
 Costs are processor seconds of a natural step with the gradient of all hyperparameters, on counts at equally spaced
 times, with the temporary memory of the compiled step. The million counts have a periodic and a rough component, an
@@ -6,13 +6,14 @@ intercept and a covariate. NUTS samples the dense model.
 
     python benchmarks/time_series.py [--output results] [--figure figure.png]
     python benchmarks/time_series.py --nuts [--output results]
+    python benchmarks/time_series.py --inducing [--output results]
 """
 
 import argparse
 from pathlib import Path
 import time
 
-from common import beside, long_chains, report, slope
+from common import beside, by_all_rows, by_batches, counts_row, long_chains, report, slope
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +26,8 @@ import scipy.stats
 
 import numpyro_sgp as sgp
 from numpyro_sgp.kernels import Constant, Matern12, Matern32, Periodic
+from numpyro_sgp.posteriors.markov.formulas import state_draws
+from numpyro_sgp.posteriors.markov.state_space import state_space_of
 
 
 def counts(t, y=None):
@@ -155,6 +158,52 @@ def draw(path: Path, t, y, truth, rate, mean, half) -> None:
     fig.savefig(path, dpi=150)
 
 
+def smooth_counts(t, covariate, y=None, num_data=None):
+    """Counts of which many are within a lengthscale, beside a level and the effect of a covariate."""
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
+    variance = numpyro.sample("variance", dist.LogNormal(0.0, 1.0))
+    level = numpyro.sample("level", dist.Normal(0.0, 2.0))
+    effect = numpyro.sample("effect", dist.Normal(0.0, 1.0))
+    f = numpyro.sample("f", sgp.GaussianProcess(Matern32(lengthscale, variance), t))
+    predictor = numpyro.deterministic("predictor", f + level + effect * covariate)
+    with numpyro.plate("time", num_data or t.shape[0], subsample_size=t.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(predictor)), obs=y)
+
+
+def by_inducing_times(reduced: bool) -> dict:
+    """A million counts, all at each step and in minibatches, for the same processor time."""
+    num, span, most = (5000, 5.0, 3) if reduced else (1_000_000, 1000.0, None)
+    rng = np.random.default_rng(2)
+    t = np.sort(rng.uniform(0.0, span, num + 5000))
+    # f is a draw, known at a grid of forty points in each lengthscale.
+    grid = np.linspace(0.0, span, int(40 * span) + 1)
+    process, interval = state_space_of(Matern32(1.0), grid.dtype, 1), jnp.diff(jnp.asarray(grid), prepend=grid[:1])
+    states = state_draws(process, interval, jax.random.key(0), ())
+    f = np.interp(t, grid, np.asarray(states @ process.h))
+    covariate = rng.normal(size=len(t))
+    predictor = f - 1.0 + 0.2 * covariate
+    y = rng.poisson(np.exp(predictor)).astype(float)
+    is_test = np.zeros(len(t), bool)
+    is_test[rng.choice(len(t), 5000, replace=False)] = True
+    train = t[~is_test, None], covariate[~is_test], y[~is_test]
+    test = t[is_test, None], covariate[is_test], predictor[is_test], y[is_test]
+    runs, seconds = [], 0.0
+    for steps in (2,) if reduced else (30, 100):
+        guide = sgp.AutoMarkovGP(smooth_counts)
+        params, seconds = by_all_rows(smooth_counts, guide, train, steps, 0.1)
+        runs.append(counts_row(f"all rows, {steps} steps", guide, params, seconds, train, test))
+    seconds = runs[0]["seconds"]
+    for M in (20,) if reduced else (2000, 4000, 8000):
+        guide = sgp.AutoMarkovGP(smooth_counts, inducing=np.linspace(0.0, span, M))
+        params, own, number = by_batches(smooth_counts, guide, train, seconds, most, 0.1)
+        runs.append(counts_row(f"{M} inducing times", guide, params, own, train, test) | {"steps": number})
+    for M in (20,) if reduced else (500, 1000):
+        guide = sgp.AutoTSVGP(smooth_counts, np.linspace(0.0, span, M)[:, None])
+        params, own, number = by_batches(smooth_counts, guide, train, seconds, most, 0.1)
+        runs.append(counts_row(f"{M} inducing inputs", guide, params, own, train, test) | {"steps": number})
+    return {"counts": num, "sd_of_truth": float(np.std(predictor)), "runs": runs}
+
+
 def against_nuts(reduced: bool) -> list[dict]:
     """100 counts, beside long chains of the dense model."""
     rng, num = np.random.default_rng(0), 100
@@ -195,11 +244,13 @@ def against_nuts(reduced: bool) -> list[dict]:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Costs and the million, or NUTS."""
+    """Costs and the million, minibatches, or NUTS."""
     numpyro.enable_x64()
     if arguments.nuts or arguments.reduced:
         report("time_series_nuts", {"table": against_nuts(arguments.reduced)}, arguments.output)
-    if not arguments.nuts:
+    if arguments.inducing or arguments.reduced:
+        report("time_series_inducing", by_inducing_times(arguments.reduced), arguments.output)
+    if arguments.reduced or not (arguments.nuts or arguments.inducing):
         sizes = (200, 800) if arguments.reduced else (1000, 10_000, 100_000, 1_000_000)
         table = [cost(num, 1 if arguments.reduced else 5, arguments.reduced) for num in sizes]
         exponents = {key: slope(table, "times", key) for key in ("seconds", "megabytes")}
@@ -211,6 +262,7 @@ def main(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nuts", action="store_true", help="the comparison with NUTS in the place of costs")
+    parser.add_argument("--inducing", action="store_true", help="minibatches in the place of costs")
     parser.add_argument("--reduced", action="store_true")
     parser.add_argument("--output", type=Path, help="folder for the results as JSON")
     parser.add_argument("--figure", type=Path)

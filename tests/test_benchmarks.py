@@ -15,7 +15,7 @@ SEVERAL = {
     "real_fields": {"real_flights", "real_towns"},
     "space_time": {"space_time", "space_time_nuts"},
     "spatial": {"spatial", "spatial_nuts"},
-    "time_series": {"time_series", "time_series_nuts"},
+    "time_series": {"time_series", "time_series_inducing", "time_series_nuts"},
 }
 
 

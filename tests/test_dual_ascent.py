@@ -224,6 +224,7 @@ def natural_mean(params, y):
     return A.T @ np.linalg.solve(np.eye(len(Z)) + sites.Lambda2, sites.lambda1)
 
 
+@pytest.mark.thorough
 def test_equal_rows_with_different_outcomes_share_a_coefficient():
     twice = np.concatenate([X, X[:3]])
     y = np.concatenate([Model().y, [1.0, -1.0, 0.5]])

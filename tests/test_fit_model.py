@@ -155,7 +155,7 @@ def test_the_best_sites_of_a_joint_posterior_are_found_from_those_of_far_other_h
     assert_allclose(profile.evaluate(at[0.3])[0], expected, rtol=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_minibatches_come_close_to_all_rows(monkeypatch):
     rng = np.random.default_rng(1)
     X = rng.uniform(-2.0, 2.0, (600, 1))
@@ -477,7 +477,7 @@ def test_a_function_of_time_has_inducing_inputs_where_these_are_asked_for_and_ta
     assert result.losses[-1] < result.losses[0]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_few_rows_have_a_dense_posterior_where_a_rough_function_needs_it():
     rng, rows = np.random.default_rng(0), 320
     X = rng.uniform(0.0, 1.0, (rows, 2))

@@ -267,7 +267,7 @@ def trained(X, y):
         numpyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_training_hyperparameters_in_float32_reaches_the_bound_of_float64():
     rng = np.random.default_rng(2)
     inputs = np.float32(np.sort(rng.uniform(0.0, 10.0, size=200)))[:, None]

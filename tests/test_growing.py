@@ -366,7 +366,7 @@ def test_a_run_of_plain_steps_with_particles_moves_the_inputs_that_are_there():
     assert_array_equal(np.asarray(params["f_auto_a"].values)[3:], 0.0)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_minibatches_checkpoints_and_the_count_of_refused_steps(tmp_path):
     model, _ = fixed_hyperparameters()
     guide = sgp.AutoSVGP(model, partial(sgp.growing, capacity=30), natural=True)

@@ -306,6 +306,7 @@ def test_a_factor_of_either_sign_is_no_scale():
     assert low < high
 
 
+@pytest.mark.thorough
 def test_a_positive_factor_in_any_form_is_a_scale():
     def model(scale):
         s = numpyro.sample("s", scale)
@@ -338,6 +339,7 @@ def test_a_full_step_that_goes_far_too_far_is_refused_and_training_goes_on():
     assert result.losses[-1] < 0.1 * result.losses[0]
 
 
+@pytest.mark.thorough
 def test_what_is_refused_does_not_depend_on_the_units_of_the_outcomes():
     # On minibatches the loss is now above zero, now below it, and rises by more than it is large.
     def refused(unit):

@@ -149,7 +149,7 @@ def test_two_predictors_of_each_datum_are_close_to_fitting_again():
     assert np.all(khat == 0.0)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_counts_of_groups_are_close_to_fitting_again():
     def log_density(draws, n):
         eta = draws["a"] + draws["f"][:, n] + draws["e"][:, jnp.asarray(GROUP)[n]]

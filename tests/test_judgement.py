@@ -599,7 +599,7 @@ class Distorted(Messenger):
     [(0.0, 1.0, True, True), (1.0, 1.0, False, False), (0.0, 0.25, True, False)],
     ids=["right", "shifted", "too narrow"],
 )
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_vsbc_sees_a_shift_and_its_probabilities_a_wrong_width_in_gps_and_other_latents(
     shift, scale, symmetric, uniform
 ):

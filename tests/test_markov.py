@@ -286,7 +286,7 @@ def test_new_times_may_have_another_dtype(dtype):
     assert_allclose(ours.mean, same.mean, atol=1e-4)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_new_outcomes_are_taken_in_as_if_they_had_been_there():
     guide = sgp.AutoMarkovGP(partial(model, outcome="Gaussian"), base=AutoDelta)
     first, late = TIMES[:25], TIMES[25:]
@@ -337,7 +337,7 @@ def test_float32_holds_over_many_close_times_and_precise_outcomes():
     assert np.max(np.abs(variance[:first] - exact_variance[:first])) < 5e-3 * 2.0
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_step_has_no_matrix_of_all_times_and_memory_in_proportion_to_them():
     sizes = {}
     for many in (10_000, 40_000):
@@ -368,6 +368,7 @@ def test_steps_are_traced_once():
     assert len(count) == after_first
 
 
+@pytest.mark.thorough
 def test_rows_of_other_times_are_refused_in_training():
     svi = SVI(model, sgp.AutoMarkovGP(model), sgp.NaturalGradient(0.5, optax.adam(0.01)), sgp.QuadratureELBO())
     state = svi.init(jax.random.key(0), TIMES, COUNTS)

@@ -70,6 +70,7 @@ def test_they_and_the_function_have_one_positive_semi_definite_covariance(spread
     assert np.linalg.eigvalsh(joint)[0] > -1e-12
 
 
+@pytest.mark.thorough
 def test_they_go_with_a_growing_basis_in_training_and_in_predictions():
     def model(X, y=None):
         f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))

@@ -324,7 +324,7 @@ def in_a_new_process(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_guide_built_in_a_new_process_predicts_the_same_from_params_alone(case, in_a_new_process):
     here, there = (result[case] for result in in_a_new_process)
     assert set(here["draws"]) == set(there["draws"]) >= {"f", "y"}
@@ -341,6 +341,7 @@ def test_a_guide_built_in_a_new_process_predicts_the_same_from_params_alone(case
         assert np.issubdtype(y_draws.dtype, np.integer)
 
 
+@pytest.mark.thorough
 def test_an_autoguide_of_the_user_predicts_outcomes_by_the_likelihood_in_a_fresh_guide():
     def fresh():
         return FACTORISED["tied"](continuous, Z, base=AutoNormal(handlers.block(continuous, hide=["f"])))

@@ -325,7 +325,7 @@ def test_type_ii_maximum_likelihood_with_auto_delta_is_the_optimum_of_the_dense_
     assert_allclose(got, oracle.x, atol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("x64")
 def test_nuts_with_inducing_inputs_at_the_data_is_nuts_on_the_exact_marginal_likelihood():
     rng = np.random.default_rng(0)

@@ -88,6 +88,7 @@ def test_smoothing_of_blocks_is_the_dense_posterior_whatever_their_size():
         assert_allclose(q.log_normaliser, log_z, atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bound", ["tight", "titsias"])
 def test_one_step_is_the_sparse_posterior_with_inducing_values_at_all_pairs(bound):
     y, noise = RNG.normal(size=N), 0.25

@@ -284,7 +284,7 @@ def test_fitted_parameters_go_on_as_the_past():
     np.testing.assert_allclose(at_new(svi, stream.get_params(state)), sparse_posterior(X, y, Z), atol=1e-8)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
     svi = svi_of(learned, others=optax.adam(0.05))
     stream, state, _ = streamed(svi, (X, y), BATCHES[:2], memory=8, move_inducing=True)

@@ -150,6 +150,7 @@ KEPT = {
         "bound_and_its_gradient_are_those_of_one_kernel_with_the_effects": {"dense"},
         "predictions_are_those_of_one_kernel_with_the_effects": {"dense"},
         "one_step_is_the_exact_posterior_for_gaussian_noise": {"dense"},
+        "rows_that_come_later_end_at_the_posterior_of_all_rows_for_gaussian_noise": {"time"},
     },
     "models": {
         "a_healthy_run_refuses_nothing_and_lowers_the_loss": {"tied-Poisson"},
