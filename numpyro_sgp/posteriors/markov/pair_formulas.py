@@ -29,6 +29,7 @@ import jax
 from jax import Array, lax
 import jax.numpy as jnp
 
+from numpyro_sgp.math.linalg import diagonal
 from numpyro_sgp.math.products import matvec
 from numpyro_sgp.posteriors.markov.formulas import at_site, before_site, small_product, two_passes
 from numpyro_sgp.posteriors.markov.state_space import AbstractStateSpace
@@ -68,15 +69,15 @@ class SmoothedPairs:
 
 def _inverse(Q: Array) -> Array:
     """The inverse of a covariance of which some numbers may have no variance: these have none there, either."""
-    variances = jnp.diagonal(Q, axis1=-2, axis2=-1)
+    variances = diagonal(Q)
     tiny = jnp.finfo(Q.dtype).tiny ** 0.5
     has_variance = variances > tiny
     scale = jnp.where(has_variance, 1.0 / jnp.sqrt(jnp.where(has_variance, variances, 1.0)), 0.0)
     both = scale[..., :, None] * scale[..., None, :]
     d = Q.shape[-1]
     # States of products of kernels may be all but dependent over a short time.
-    diagonal = jnp.where(has_variance, 10.0 * d * jnp.finfo(Q.dtype).eps, 1.0)
-    return both * jnp.linalg.inv(both * Q + diagonal[..., :, None] * jnp.eye(d, dtype=Q.dtype))
+    added = jnp.where(has_variance, 10.0 * d * jnp.finfo(Q.dtype).eps, 1.0)
+    return both * jnp.linalg.inv(both * Q + added[..., :, None] * jnp.eye(d, dtype=Q.dtype))
 
 
 def pair_projections(model: AbstractStateSpace, Z: Array, times: Array) -> PairProjections:
@@ -126,11 +127,11 @@ def _single_sites(linear: Array, precision: Array, variances: Array) -> tuple[Ar
         variances: of the numbers under the prior, (..., K).
     """
     K, dtype = precision.shape[-1], precision.dtype
-    largest = jnp.max(jnp.abs(jnp.diagonal(precision, axis1=-2, axis2=-1)) * variances, axis=-1)
+    largest = jnp.max(jnp.abs(diagonal(precision)) * variances, axis=-1)
 
     def step(state: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
         rest, is_left = state
-        pivots = jnp.diagonal(rest, axis1=-2, axis2=-1)
+        pivots = diagonal(rest)
         relative = jnp.where(is_left, jnp.abs(pivots) * variances, -1.0)
         unit = jax.nn.one_hot(jnp.argmax(relative, axis=-1), K, dtype=dtype)
         is_known = jnp.max(relative, axis=-1) <= K * jnp.finfo(dtype).eps * largest  # from the numbers before it
@@ -225,7 +226,7 @@ def smoothed_pairs(model: AbstractStateSpace, intervals: Array, linear: Array, p
         A, Q = (jnp.broadcast_to(each, (*of_covariance, *each.shape[-3:])) for each in (A, Q))
         return jnp.moveaxis(A, -3, 0), jnp.moveaxis(Q, -3, 0), *sites
 
-    variances = jnp.diagonal(P, axis1=-2, axis2=-1)
+    variances = diagonal(P)
     c, D, h = _single_sites(linear, precision, jnp.concatenate([variances, variances], axis=-1)[..., None, :])
     rows = intervals, jnp.moveaxis(c, -2, 0), jnp.moveaxis(D, -2, 0), jnp.moveaxis(h, -3, 0)
     (mean, covariance), log_z = two_passes((m, P), rows, _forward, _backward, steps)

@@ -9,6 +9,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from numpyro_sgp._internal.eager import as_one_program
+from numpyro_sgp.math.linalg import diagonal
 from numpyro_sgp.math.products import matmul, matvec
 from numpyro_sgp.posteriors.joint.by_rows import AbstractSiteRows, GivenLatents, expected_sites
 from numpyro_sgp.posteriors.markov.formulas import state_draws
@@ -74,9 +75,10 @@ class PairTimeline(AbstractSiteRows):
         return jnp.sum(self.seen.a * y[..., self.seen.pair, :], axis=-1)
 
     def variance(self, covariance: Array) -> Array:
-        """Var(E[f | y]), (..., N), from covariances of the pairs, (..., J, K, K)."""
-        a = self.seen.a
-        return jnp.sum(a * matvec(covariance[..., self.seen.pair, :, :], a), axis=-1)
+        """Var(E[f | y]), (..., N), from covariances of the pairs, (..., J, K, K); rounding leaves it positive."""
+        a, own = self.seen.a, covariance[..., self.seen.pair, :, :]
+        least = jnp.finfo(a.dtype).eps * jnp.sum(a * a * jnp.maximum(diagonal(own), 0.0), axis=-1)
+        return jnp.maximum(jnp.sum(a * matvec(own, a), axis=-1), least)
 
     def given_latents(self, sites: PairSites) -> GivenLatents:
         R = jnp.concatenate([sites.lambda1[None], jnp.moveaxis(sites.crossed, -1, 0)])
