@@ -17,6 +17,8 @@ from scipy.special import log_softmax
 
 import numpyro_sgp as sgp
 from numpyro_sgp._internal.axis_dependence import MIXED, axes_of
+from numpyro_sgp._internal.curvature import Shape, shapes_of
+from numpyro_sgp._internal.predictors import traced
 from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
 from numpyro_sgp.math.quadrature import gauss_hermite, product_grid
 
@@ -542,6 +544,14 @@ def test_a_program_that_couples_rows_is_never_taken_for_one_that_does_not(name):
 def test_a_program_whose_entries_look_at_one_row_or_add_them_is_seen_to_be_one(name):
     found = row_dependence(UNCOUPLED[name], jnp.linspace(-1.0, 1.0, 7))
     assert Dependence.COUPLED not in jax.tree.leaves(found)
+
+
+def test_a_conversion_to_integers_is_not_linear():
+    f = jnp.linspace(-1.0, 1.0, 7)
+    for kind, shape in (("float32", Shape.AFFINE), ("int32", Shape.OTHER)):
+        assert shapes_of(lambda f, kind=kind: 2.0 * f.astype(kind).astype(f.dtype), f) is shape
+        program = traced(lambda given, kind=kind: {"term": 2.0 * given["f"].astype(kind).astype(f.dtype)}, {"f": f})
+        assert program.is_affine("term", {"f"}) is (shape is Shape.AFFINE)
 
 
 def test_a_linear_term_of_all_rows_is_integrated_exactly():

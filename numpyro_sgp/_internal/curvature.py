@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from numpyro_sgp._internal.programs import interpret
+from numpyro_sgp._internal.programs import ADDS, MOVES, MOVES_FIRST, interpret, linear_name
 
 __all__ = ["Shape", "is_quadratic", "shapes_of"]
 
@@ -25,21 +25,16 @@ class Shape(enum.Enum):
     OTHER = 4
 
 
-_LINEAR = {"add", "add_any", "sub", "neg", "concatenate", "reduce_sum", "cumsum"}
-# Operations that move or copy entries: they keep any shape.
-_MOVES = {
-    "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "optimization_barrier", "reshape",
-    "rev", "slice", "squeeze", "transpose",
-}  # fmt: skip
-# The same for the first operand, where the others are constant.
-_MOVES_FIRST = {"dynamic_slice", "gather", "pad"}
+_LINEAR = ADDS | {"neg", "concatenate", "reduce_sum", "cumsum"}
+# They keep any shape, of the first operand where the others are constant.
+_KEEPS, _KEEPS_FIRST = MOVES | {"convert_element_type"}, MOVES_FIRST | {"pad"}
 
 
 def _of_equation(equation: Any, shapes: list[Shape]) -> Shape:
-    name, params = equation.primitive.name, equation.params
+    name, params = linear_name(equation), equation.params
     if all(shape is Shape.CONSTANT for shape in shapes):
         return Shape.CONSTANT
-    if name in _MOVES or (name in _MOVES_FIRST and all(shape is Shape.CONSTANT for shape in shapes[1:])):
+    if name in _KEEPS or (name in _KEEPS_FIRST and all(shape is Shape.CONSTANT for shape in shapes[1:])):
         return shapes[0]
     worst = max(shapes, key=lambda shape: shape.value)
     polynomial = worst.value <= Shape.QUADRATIC.value

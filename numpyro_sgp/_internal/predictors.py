@@ -15,7 +15,7 @@ from jax import Array
 from jax.extend.core import Literal
 import numpy as np
 
-from numpyro_sgp._internal.programs import inner_program
+from numpyro_sgp._internal.programs import ADDS, MOVES, MOVES_FIRST, inner_program, linear_name
 from numpyro_sgp._internal.row_dependence import Dependence, Fact, fact_of_equation
 
 __all__ = ["Program", "traced"]
@@ -23,13 +23,11 @@ __all__ = ["Program", "traced"]
 # Linear in one operand, entry by entry: what depends on the result depends on that operand.
 _KEEPS = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "reshape", "squeeze"}
 # Linear in all operands together.
-_LINEAR_TOGETHER = {"add", "add_any", "concatenate", "stack", "sub"}
+_LINEAR_TOGETHER = ADDS | {"concatenate", "stack"}
 # Linear in the first operand where the others do not depend on inputs.
-_LINEAR_IN_FIRST = {
-    "cumsum", "dynamic_slice", "gather", "optimization_barrier", "reduce_sum", "rev", "slice", "split", "transpose",
-}  # fmt: skip
+_LINEAR_IN_FIRST = (MOVES - _KEEPS) | MOVES_FIRST | {"cumsum", "reduce_sum"}
 # With one operand that depends on inputs, each number of the result is one of that operand's.
-_COPIES = (_KEEPS - {"neg"}) | {"dynamic_slice", "gather", "rev", "slice", "split", "transpose"}
+_COPIES = (_KEEPS - {"neg"}) | (MOVES - {"optimization_barrier"}) | MOVES_FIRST
 _INLINED = {"closed_call", "core_call", "jit", "pjit"}
 
 
@@ -111,7 +109,7 @@ class Program:
             inside = [number in copies for number in operation.operands]
             if not any(inside) or not needed.intersection(operation.results):
                 continue
-            kind = operation.equation.primitive.name
+            kind = linear_name(operation.equation)
             if (kind in _KEEPS or kind in _LINEAR_IN_FIRST) and inside[0] and sum(inside) == 1:
                 copies.update(operation.results)
             elif kind == "mul" and sum(inside) == 1:
@@ -126,7 +124,7 @@ class Program:
     def origin(self, number: int) -> int:
         """The variable that another one is a copy of in another shape."""
         made_by = {result: operation for operation in self.operations for result in operation.results}
-        while number in made_by and made_by[number].equation.primitive.name in _KEEPS - {"neg"}:
+        while number in made_by and linear_name(made_by[number].equation) in _KEEPS - {"neg"}:
             (number,) = made_by[number].operands
         return number
 
@@ -138,7 +136,7 @@ class Program:
         """
         made_by = {result: operation for operation in self.operations for result in operation.results}
         number = self.outputs[output]
-        while number in made_by and made_by[number].equation.primitive.name in _COPIES:
+        while number in made_by and linear_name(made_by[number].equation) in _COPIES:
             first, *others = made_by[number].operands
             if any(self.depends[other] for other in others):
                 return None
@@ -281,18 +279,18 @@ def _of_operation(operation: _Operation, facts: list[_Affine | _Nonlinear | None
     dependent = [fact for fact in facts if fact is not None]
     if not dependent:
         return None
-    name = operation.equation.primitive.name
+    name = linear_name(operation.equation)
     roots = frozenset().union(*(fact.roots if isinstance(fact, _Nonlinear) else {fact.root} for fact in dependent))
     if any(isinstance(fact, _Nonlinear) for fact in dependent):
         return _Nonlinear(roots)
     alone = len(dependent) == 1
     if name in _KEEPS and alone:
         return dependent[0]
-    if name in ("add", "sub", "add_any", "mul") and alone:
+    if (name in ADDS or name == "mul") and alone:
         return dependent[0]
     if name == "div" and alone and facts[0] is not None:
         return dependent[0]
-    if name in ("add", "sub", "add_any") and len(roots) == 1:
+    if name in ADDS and len(roots) == 1:
         return dependent[0]
     linear = (
         name in _LINEAR_TOGETHER

@@ -5,9 +5,25 @@ from typing import Any, TypeVar
 
 from jax.extend.core import Literal
 
-__all__ = ["inner_program", "interpret"]
+__all__ = ["ADDS", "MOVES", "MOVES_FIRST", "inner_program", "interpret", "linear_name"]
 
 Fact = TypeVar("Fact")
+
+# Operations that move or copy the entries of their operand.
+MOVES = frozenset({
+    "broadcast_in_dim", "copy", "copy_p", "expand_dims", "optimization_barrier", "reshape", "rev", "slice", "split",
+    "squeeze", "transpose",
+})  # fmt: skip
+# The same of their first operand, where the others say which.
+MOVES_FIRST = frozenset({"dynamic_slice", "gather"})
+ADDS = frozenset({"add", "add_any", "sub"})
+
+
+def linear_name(equation: Any) -> str:
+    """The name of an operation; "truncate" for a conversion to integers, which is no linear one."""
+    name = equation.primitive.name
+    truncates = name == "convert_element_type" and equation.params["new_dtype"].kind not in "fcV"
+    return "truncate" if truncates else name
 
 
 def interpret(

@@ -14,7 +14,7 @@ from jax import Array
 from jax.extend.core import Literal
 
 from numpyro_sgp._internal.axis_dependence import ELEMENTWISE, UNKNOWN, axis_of_equation
-from numpyro_sgp._internal.programs import inner_program, interpret
+from numpyro_sgp._internal.programs import ADDS, MOVES, MOVES_FIRST, inner_program, interpret, linear_name
 
 __all__ = ["Dependence", "Fact", "fact_of_equation", "row_dependence"]
 
@@ -42,16 +42,11 @@ class Fact(NamedTuple):
 
 
 _SUM, _COUPLED = Fact(Dependence.SUM), Fact(Dependence.COUPLED)
-# Operations that move, copy or pick entries of their first operand, or of all operands; other operands are indices.
-_MOVES = {
-    "broadcast_in_dim", "copy", "copy_p", "dynamic_slice", "expand_dims", "gather", "optimization_barrier", "reshape",
-    "rev", "slice", "split", "squeeze", "transpose",
-}  # fmt: skip
+# Operations that pick entries of all operands but indices.
 _JOINS = {"concatenate", "dynamic_update_slice", "pad", "scatter", "select_n", "stack"}
 _SUMS = {"conv_general_dilated", "cumsum", "dot_general", "reduce_sum", "reduce_window_sum"}
 # Linear in each operand that depends on rows while the others do not.
 _LINEAR = {"convert_element_type", "mul", "neg", "real", "stop_gradient"}
-_LINEAR_TOGETHER = {"add", "add_any", "sub"}
 
 
 def row_dependence(fn: Callable[[Array], Any], f: Array) -> Any:
@@ -104,18 +99,16 @@ def _of_equation(equation: Any, facts: list[Fact]) -> Fact | list[Fact]:
                 return Fact(Dependence.ONE, axis)
         elif name in ELEMENTWISE and len(set(dependent)) == 1:
             return dependent[0]
-    if name in _LINEAR_TOGETHER or (name in _SUMS and len(dependent) == 1):
+    if name in ADDS or (name in _SUMS and len(dependent) == 1):
         return _SUM
     if name in ("scatter-add", "scatter_add"):
         return _SUM if kinds[1] is Dependence.NONE else _COUPLED
-    if name in _MOVES and all(kind is Dependence.NONE for kind in kinds[1:]):
+    if name in MOVES | MOVES_FIRST and all(kind is Dependence.NONE for kind in kinds[1:]):
         return _picked(equation, facts, worst)
     if name in _JOINS and (name in ("concatenate", "stack") or not _index_depends(name, kinds)):
         return _picked(equation, facts, worst)
-    if worst is Dependence.SUM and len(dependent) == 1 and (name in _LINEAR or (name == "div" and kinds[0])):
-        to_integers = name == "convert_element_type" and equation.params["new_dtype"].kind not in "fcV"
-        return _COUPLED if to_integers else _SUM
-    return _COUPLED
+    linear = linear_name(equation) in _LINEAR or (name == "div" and kinds[0])
+    return _SUM if worst is Dependence.SUM and len(dependent) == 1 and linear else _COUPLED
 
 
 def _picked(equation: Any, facts: list[Fact], worst: Dependence) -> Fact:
