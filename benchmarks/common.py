@@ -140,9 +140,15 @@ def by_all_rows(model: Callable, guide: Any, train: Sequence[np.ndarray], steps:
 
 
 def by_batches(
-    model: Callable, guide: Any, train: Sequence[np.ndarray], seconds: float, most: int | None, step_size: float = 0.5
+    model: Callable,
+    guide: Any,
+    train: Sequence[np.ndarray],
+    seconds: float,
+    most: int | None,
+    step_size: float = 0.5,
+    batch: int = 1000,
 ):
-    """Parameters after natural steps on batches of 1000 rows for some processor time; that time, and the steps.
+    """Parameters after natural steps on batches of rows for some processor time; that time, and the steps.
 
     Args:
         model: with rows and `num_data`.
@@ -151,11 +157,12 @@ def by_batches(
         seconds: when to end.
         most: the most steps, in a reduced run.
         step_size: of natural steps, at first; it falls to a tenth over 200 steps.
+        batch: how many rows a step has.
     """
     num, rng = len(train[0]), np.random.default_rng(0)
     optim = numpyro_sgp.NaturalGradient(optax.linear_schedule(step_size, 0.1 * step_size, 200), optax.adam(0.03))
     svi = SVI(model, guide, optim, numpyro_sgp.QuadratureELBO(10))
-    start, number, batch = time.process_time(), 0, min(num, 1000)
+    start, number, batch = time.process_time(), 0, min(num, batch)
     state = svi.init(jax.random.key(0), *(each[:batch] for each in train), num_data=num)
     update = jax.jit(lambda state, rows: svi.update(state, *rows, num_data=num), donate_argnums=0)
     while time.process_time() - start < seconds and number != most:

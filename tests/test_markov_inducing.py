@@ -1,6 +1,7 @@
 """Functions of time by their states at inducing times: `AutoMarkovGP(inducing=...)` beside dense algebra of the states."""
 
 from functools import partial
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import optax
 import pytest
 
 import numpyro_sgp as sgp
+from numpyro_sgp.fitting.averages import warn_of_averages
 from numpyro_sgp.kernels import Constant, Cosine, Matern12, Matern32, Matern52, Periodic, SquaredExponential
 from numpyro_sgp.posteriors.markov.pair_formulas import smoothed_pairs
 from numpyro_sgp.posteriors.markov.pair_timeline import PairCovariance, PairTimeline
@@ -373,6 +375,19 @@ def test_a_step_has_no_matrix_of_all_times_and_is_traced_once():
             state, _ = update(state, TIMES[rows], Y[rows], num_data=N)
         assert len(count) == after_first
     assert sizes[4_000] < 1.1 * sizes[1_000]
+
+
+def test_fit_warns_of_steps_that_average_over_few_rows_for_the_states():
+    svi = SVI(gaussian, sgp.AutoMarkovGP(gaussian, inducing=Z), sgp.NaturalGradient(0.1), sgp.QuadratureELBO())
+    state = svi.init(jax.random.key(0), TIMES, None, Y)
+    # Two numbers at each of seven times.
+    with pytest.warns(
+        UserWarning, match="the 14 numbers of the states of 'f' is an average over about B/ρ = 6/0.1 = 60"
+    ):
+        warn_of_averages(svi, state, 6, N, 9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_averages(svi, state, 8, N, 9)
 
 
 @pytest.mark.parametrize(

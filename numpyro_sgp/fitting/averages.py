@@ -9,22 +9,23 @@ from numpyro.infer import SVI
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.optim import NaturalGradient
 from numpyro_sgp.optim.closure import scheduled
-from numpyro_sgp.posteriors.natural_parameters import AbstractSites
+from numpyro_sgp.posteriors.natural_parameters import AbstractSites, PairSites
 from numpyro_sgp.posteriors.weight_space.stale import StaleSites
 
 __all__ = ["warn_of_averages"]
 
 # Averages that step by ρ are worth 2B/ρ rows, and a regression with r weights on that many rows has r ρ/2B times the
 # noise variance in its predictions: a tenth of it at this many rows for each weight.
-_ROWS_FOR_EACH_WEIGHT = 5
+_ROWS_FOR_EACH = 5
 
 
 def warn_of_averages(svi: SVI, state: Any, batch_size: int, rows: int, num_steps: int) -> None:
-    """Warn of a posterior over weights that is averaged over few rows for its rank, or of one that is held too long.
+    """Warn of a posterior that is averaged over few rows for its size, or of one that is held too long.
 
-    The first: B/ρ is less than five times the rank. The second: the posterior is updated less often than the sums
-    forget what they were, which takes 1/ρ natural steps. ρ is the step size half-way through the run, because a
-    schedule may start with larger steps, or end with smaller ones. With batches of all rows nothing is averaged.
+    The first: B/ρ is less than five times the number of weights, or of states at inducing times. The second: the
+    posterior is updated less often than the sums forget what they were, which takes 1/ρ natural steps. ρ is the step
+    size half-way through the run, because a schedule may start with larger steps, or end with smaller ones. With
+    batches of all rows nothing is averaged.
     """
     optim, guide = svi.optim, svi.guide
     if not isinstance(optim, NaturalGradient) or not isinstance(guide, AbstractAutoSparseGP):
@@ -36,7 +37,13 @@ def warn_of_averages(svi: SVI, state: Any, batch_size: int, rows: int, num_steps
     suffix = f"_{guide.prefix}_sites"
     for name, value in optim.get_params(state.optim_state).items():
         site = name.removesuffix(suffix)
-        if not isinstance(value, AbstractSites) or site == name or not guide.family(site).over_weights:
+        if not isinstance(value, AbstractSites) or site == name:
+            continue
+        if isinstance(value, PairSites):
+            size, numbers = value.Z.shape[-1] * value.lambda1.shape[-1] // 2, "numbers of the states"
+        elif guide.family(site).over_weights:
+            size, numbers = value.Lambda2.shape[-1], "weights"
+        else:
             continue
         if isinstance(value, StaleSites) and value.refresh * rate > 1.0:
             warnings.warn(
@@ -46,13 +53,12 @@ def warn_of_averages(svi: SVI, state: Any, batch_size: int, rows: int, num_steps
                 UserWarning,
                 stacklevel=4,
             )
-        rank = value.Lambda2.shape[-1]
-        if batch_size < rate * _ROWS_FOR_EACH_WEIGHT * rank:
+        if batch_size < rate * _ROWS_FOR_EACH * size:
             warnings.warn(
-                f"The posterior over the {rank} weights of {site!r} is an average over about B/ρ = "
+                f"The posterior over the {size} {numbers} of {site!r} is an average over about B/ρ = "
                 f"{batch_size}/{rate:.3g} = {batch_size / rate:.0f} rows half-way through this run. Fewer than "
-                f"{_ROWS_FOR_EACH_WEIGHT} for each weight leave noise in it to which the hyperparameters adapt. Give "
-                f"`NaturalGradient` a `step_size` of {batch_size / (_ROWS_FOR_EACH_WEIGHT * rank):.2g} or less, or a "
+                f"{_ROWS_FOR_EACH} for each leave noise in it, to which the hyperparameters adapt and which can grow. "
+                f"Give `NaturalGradient` a `step_size` of {batch_size / (_ROWS_FOR_EACH * size):.2g} or less, or a "
                 "schedule that falls to it, or take larger batches.",
                 UserWarning,
                 stacklevel=4,

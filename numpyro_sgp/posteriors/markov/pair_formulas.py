@@ -95,24 +95,18 @@ def pair_projections(model: AbstractStateSpace, Z: Array, times: Array) -> PairP
     before, after = jnp.maximum(first - times, 0.0), jnp.maximum(times - last, 0.0)
     lags = jnp.concatenate([inside - first, last - inside, before + after])
     A_start, A_end, A_out = jnp.split(model.transition(lags), 3, axis=-3)
-    Q_start, Q_end, Q_out = jnp.split(model.noise(lags), 3, axis=-3)
     # Outside, f is known from the state at the nearest time: forwards by A, backwards by P Aᵀ P⁻¹.
-    forwards = matvec(A_out.mT, h)
     backwards = matvec(_inverse(P), matvec(A_out, matvec(P, h)))
-    is_before = (before > 0.0)[..., None]
-    seen = jnp.where(is_before, backwards, forwards)
-    known = jnp.sum(backwards * matvec(P, backwards), axis=-1)
-    rest_before = jnp.maximum(jnp.sum(h * matvec(P, h), axis=-1) - known, 0.0)
-    outside = jnp.where(before > 0.0, rest_before, jnp.sum(h * matvec(Q_out, h), axis=-1))
+    seen = jnp.where((before > 0.0)[..., None], backwards, matvec(A_out.mT, h))
+    outside = jnp.sum(h * matvec(P, h), axis=-1) - jnp.sum(seen * matvec(P, seen), axis=-1)
     # Inside, the part of the last state that the first does not know tells of the noise between.
-    intervals = jnp.diff(Z)
-    Q_inverse = _inverse(model.noise(intervals))[..., pair, :, :]
-    a_last = matvec(Q_inverse, matvec(A_end, matvec(Q_start, seen)))
-    missed = seen - matvec(A_end.mT, a_last)
-    a_first = matvec(A_start.mT, missed)
-    # A sum of squares, so that no small difference of large numbers is left.
-    bridge = jnp.sum(missed * matvec(Q_start, missed), axis=-1) + jnp.sum(a_last * matvec(Q_end, a_last), axis=-1)
-    return PairProjections(pair, jnp.concatenate([a_first, a_last], axis=-1), bridge + outside)
+    Q, of_start = model.noise(jnp.diff(Z)), matvec(model.noise(inside - first), seen)
+    to_end = matvec(A_end, of_start)
+    a_last = matvec(_inverse(Q)[..., pair, :, :], to_end)
+    a_first = matvec(A_start.mT, seen - matvec(A_end.mT, a_last))
+    between = jnp.sum(seen * of_start, axis=-1) - jnp.sum(a_last * to_end, axis=-1)
+    rest = jnp.maximum(outside, 0.0) + jnp.maximum(between, 0.0)
+    return PairProjections(pair, jnp.concatenate([a_first, a_last], axis=-1), rest)
 
 
 def _single_sites(linear: Array, precision: Array, variances: Array) -> tuple[Array, Array, Array]:
