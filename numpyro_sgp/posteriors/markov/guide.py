@@ -28,9 +28,9 @@ class AutoMarkovGP(AbstractAutoSparseGP):
     which predictions are wanted, costs as much as any other. Give all rows at every step.
 
     With `inducing=Z` the inducing variables are the states of the process at M times Z, f and its derivatives for a
-    Matérn kernel, and the sites are those of pairs of neighbouring states: Σ_n of the rows between two times. A step
-    costs M d³ operations and those of its rows, which may be a minibatch. A thousand inducing times cost what fifteen
-    inducing inputs of `AutoTSVGP` do. The posterior is exact where Z has all times of the data.
+    Matérn kernel. The sites of all rows between two times are one site of the pair of states around them. A step costs
+    M d³ operations and those of its rows, which may be a minibatch. The posterior is that of the guide without
+    `inducing` where Z has all times of the data.
 
     With `space=Z` f is a function of time and place, and its kernel the product of one of time and one of place,
     `Select(Matern32(...), [0]) * Select(SquaredExponential(...), [1, 2])`, or a sum of such products. The time is the
@@ -40,7 +40,7 @@ class AutoMarkovGP(AbstractAutoSparseGP):
 
     Args:
         model: a NumPyro model with `GaussianProcess` sites of one input, or with `space` of several.
-        inducing: inducing times Z, (M,) or (M, 1), or `(kernel, X, rng_key)` to them, or a dict of these by site; a few
+        inducing: inducing times Z, (M,) or (M, 1), or `(kernel, X, rng_key)` to them, or a dict of these by site; several
             for each lengthscale. They are not trained. None for all times of the data.
         space: places Z, (M, D − 1), in the columns of X without the time; they are not trained. None for functions of
             time.
