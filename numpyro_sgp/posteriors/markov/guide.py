@@ -40,8 +40,8 @@ class AutoMarkovGP(AbstractAutoSparseGP):
 
     Args:
         model: a NumPyro model with `GaussianProcess` sites of one input, or with `space` of several.
-        inducing: inducing times Z, (M,) or (M, 1), or `(kernel, X, rng_key)` to them, or a dict of these by site: several
-            for each lengthscale, not trained. None for all times of the data.
+        inducing: inducing times Z, (M,) or (M, 1), or `(kernel, X, rng_key)` to them, or a dict of these by site.
+            Several for each lengthscale; they are not trained. None for all times of the data.
         space: places Z, (M, D − 1), in the columns of X without the time; they are not trained. None for functions of
             time.
         num_harmonics: how many waves stand for a `Periodic` kernel; more for one whose `lengthscale` is below 0.5.
