@@ -55,6 +55,7 @@ from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
 from numpyro_sgp.posteriors.functions import FunctionDraws
 from numpyro_sgp.posteriors.markov.family import Markov
 from numpyro_sgp.posteriors.markov.guide import AutoMarkovGP
+from numpyro_sgp.posteriors.markov.pair_family import SparseMarkov
 from numpyro_sgp.posteriors.process import ProcessPosterior, process_posterior
 from numpyro_sgp.posteriors.quadruply_stochastic.family import QuadruplyStochastic
 from numpyro_sgp.posteriors.quadruply_stochastic.guide import AutoQSGP, RelevantVectors
@@ -108,6 +109,7 @@ __all__ = [
     "RelevantVectors",
     "RowSparse",
     "SparseGPRegression",
+    "SparseMarkov",
     "SparsePosterior",
     "Streaming",
     "StreamingState",

@@ -28,6 +28,13 @@ class SparseMarkov(AbstractRowFamily):
     Args:
         inducing: inducing times, (M,) or (M, 1), or `(kernel, X, rng_key)` to them.
         num_harmonics: as that of `Markov`.
+
+    Raises:
+        TypeError: a kernel without a state-space form.
+        ValueError: inputs that are no times; fewer than two inducing times.
+
+    References:
+        Wilkinson, Solin and Adam (2021), "Sparse algorithms for Markovian Gaussian processes".
     """
 
     inducing: Inducing
