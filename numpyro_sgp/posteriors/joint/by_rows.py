@@ -9,6 +9,9 @@ covariance of f at w = 0, and G = C Σ, which is one more mean of f for each num
 The sums l and Λ over the rows are those of linear regression on the covariates, and what is taken from them is what f
 can explain of these.
 
+Instead of f in its rows, the sites may be of other values that know of it, as states of a process do: then m, Σ and G
+are those of these values, and f at a row is a linear function of them.
+
 Where rows came after others, the sites of these belong to the prior: q is as above, by all sites, and the divergence
 KL(q ‖ q_before) has E[log t] of the new ones alone, with log Z of all but for a constant.
 """
