@@ -172,7 +172,7 @@ class AbstractRowFamily(AbstractPosteriorFamily):
             msg = (
                 f"`{type(self).__name__}` holds one site for each of the {sites.X.shape[0]} rows given at "
                 f"initialisation; a training step came with X of shape {prior.X.shape}. Give all rows at every step. "
-                "`AutoTSVGP` with inducing inputs, or `AutoMarkovGP` with inducing times, takes minibatches."
+                "`AutoTSVGP` with inducing inputs takes minibatches, and so does `AutoMarkovGP` with inducing times."
             )
             raise ValueError(msg)
 
