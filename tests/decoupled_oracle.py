@@ -7,7 +7,7 @@ import oracles
 from problems import JITTER, LENGTHSCALE, MEAN, NOISE, VARIANCE, Model, N, X, Z
 
 from numpyro_sgp.posteriors.decoupled.coefficients import Coefficients
-from numpyro_sgp.posteriors.natural_parameters import TiedSites
+from numpyro_sgp.posteriors.sites import TiedSites
 
 M_GAMMA, Y = 4, Model().y
 GAMMA = np.random.default_rng(5).uniform(-1.2, 1.2, size=(M_GAMMA, X.shape[1]))

@@ -14,7 +14,7 @@ from numpyro_sgp.distributions.wrappers import rewrap, unwrap
 from numpyro_sgp.posteriors.decoupled.coefficients import Coefficients
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, inducing_param, root_of_prior
 from numpyro_sgp.posteriors.gaussian import InducingGaussian
-from numpyro_sgp.posteriors.natural_parameters import DatumSites, TiedSites
+from numpyro_sgp.posteriors.sites import DatumSites, TiedSites
 
 
 class OnBasis(Messenger):

@@ -21,7 +21,7 @@ from scipy.stats import norm
 import numpyro_sgp as sgp
 from numpyro_sgp.guides import conditioning, members
 from numpyro_sgp.guides.conditioning import with_past
-from numpyro_sgp.posteriors.natural_parameters import JointSites, TiedSites
+from numpyro_sgp.posteriors.sites import JointSites, TiedSites
 
 pytestmark = pytest.mark.usefixtures("x64")
 RNG = np.random.default_rng(0)

@@ -38,7 +38,7 @@ import numpyro_sgp as sgp
 from numpyro_sgp.posteriors import moments
 from numpyro_sgp.posteriors.decoupled import formulas as decoupled_formulas
 from numpyro_sgp.posteriors.dual import formulas as dual_formulas
-from numpyro_sgp.posteriors.natural_parameters import TiedSites
+from numpyro_sgp.posteriors.sites import TiedSites
 from numpyro_sgp.posteriors.whitened import formulas as whitened_formulas
 
 pytestmark = pytest.mark.usefixtures("x64")

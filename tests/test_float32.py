@@ -31,7 +31,7 @@ import pytest
 import numpyro_sgp as sgp
 from numpyro_sgp.inducing import InducingPoints
 from numpyro_sgp.kernels import SquaredExponential
-from numpyro_sgp.posteriors.natural_parameters import DatumSites
+from numpyro_sgp.posteriors.sites import DatumSites
 from numpyro_sgp.posteriors.weight_space.formulas import tempering
 
 # Four columns: from there on distances are made of matrix products, which cancel where inputs are far from the origin.

@@ -23,7 +23,7 @@ import pytest
 import numpyro_sgp as sgp
 from numpyro_sgp.inducing import Candidates, ProbedInducing, added, report_candidates
 from numpyro_sgp.posteriors.decoupled.coefficients import Coefficients
-from numpyro_sgp.posteriors.natural_parameters import TiedSites
+from numpyro_sgp.posteriors.sites import TiedSites
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import numpyro_sgp as sgp
-from numpyro_sgp.posteriors.natural_parameters import Perturbed
+from numpyro_sgp.posteriors.perturbation import Perturbed
 
 pytestmark = pytest.mark.usefixtures("x64")
 RNG = np.random.default_rng(0)

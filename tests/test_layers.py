@@ -18,7 +18,8 @@ LAYERS = [
     "inducing",
     "features",
     # The mathematics of posteriors: parameters and formulas.
-    "posteriors/natural_parameters",
+    "posteriors/perturbation",
+    "posteriors/sites",
     "posteriors/moments",
     "posteriors/decoupled/coefficients",
     "posteriors/weight_space/adversary",

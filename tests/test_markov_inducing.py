@@ -125,7 +125,7 @@ def test_covariances_and_draws_are_those_of_dense_algebra():
         assert np.max(np.abs(np.mean(draws, axis=0)) / sd) < 0.03
     # E[log sites] − log Z is the divergence.
     kl = covariance.moments().kl
-    ratio = parts.log_sites - covariance.log_normaliser
+    ratio = parts.log_sites - parts.log_normaliser
     assert abs(np.mean(ratio) - kl) < 5.0 * np.std(ratio) / np.sqrt(len(ratio))
     # The states are the same for all rows that one key draws.
     one, other = (

@@ -38,14 +38,8 @@ import pytest
 from scipy.optimize import minimize
 
 import numpyro_sgp as sgp
-from numpyro_sgp.posteriors.natural_parameters import (
-    DatumSites,
-    Perturbation,
-    Perturbed,
-    TiedSites,
-    perturb_kl,
-    perturb_marginals,
-)
+from numpyro_sgp.posteriors.perturbation import Perturbation, Perturbed, perturb_kl, perturb_marginals
+from numpyro_sgp.posteriors.sites import DatumSites, TiedSites
 
 TIED = ["natural", "tied"]
 frozen = optax.set_to_zero()

@@ -17,7 +17,7 @@ from numpyro_sgp.math.linalg import with_jitter
 from numpyro_sgp.posteriors.dual.formulas import dual_per_datum
 from numpyro_sgp.posteriors.dual.tied import shared_covariance, tied
 from numpyro_sgp.posteriors.moments import project
-from numpyro_sgp.posteriors.natural_parameters import TiedSites
+from numpyro_sgp.posteriors.sites import TiedSites
 
 N, M, JITTER = 40, 6, 1e-6
 KERNEL = SquaredExponential(0.7, 1.3)

@@ -27,7 +27,7 @@ import numpyro_sgp as sgp
 from numpyro_sgp import features, kernels
 from numpyro_sgp.features.finite_rank import precision_matrix
 from numpyro_sgp.fitting.averages import warn_of_averages
-from numpyro_sgp.posteriors.natural_parameters import TiedSites
+from numpyro_sgp.posteriors.sites import TiedSites
 from numpyro_sgp.posteriors.weight_space import formulas as weight_space_formulas
 from numpyro_sgp.posteriors.weight_space.stale import StaleSites
 

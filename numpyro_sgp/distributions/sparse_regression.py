@@ -29,7 +29,7 @@ from numpyro_sgp.math.linalg import (
 from numpyro_sgp.math.marginal_likelihood import BOUNDS, collapsed, collapsed_bound, evidence_upper_bound
 from numpyro_sgp.math.products import matmul, matvec, matvec_transposed
 from numpyro_sgp.posteriors.moments import moments
-from numpyro_sgp.posteriors.natural_parameters import AbstractSites
+from numpyro_sgp.posteriors.sites import AbstractSites
 
 __all__ = ["Marginals", "RegressionPosterior", "SparseGPRegression", "started_mean_and_root", "started_sites"]
 

@@ -9,7 +9,7 @@ from numpyro.infer import SVI
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.optim import NaturalGradient
 from numpyro_sgp.optim.closure import scheduled
-from numpyro_sgp.posteriors.natural_parameters import AbstractSites, PairSites
+from numpyro_sgp.posteriors.sites import AbstractSites, PairSites
 from numpyro_sgp.posteriors.weight_space.stale import StaleSites
 
 __all__ = ["warn_of_averages"]

@@ -11,7 +11,7 @@ from numpyro_sgp.inducing import InducingPoints
 from numpyro_sgp.kernels.functional import AbstractFunctional
 from numpyro_sgp.math.linalg import cholesky, solve_lower, solve_lower_transposed, with_jitter
 from numpyro_sgp.math.products import matmul
-from numpyro_sgp.posteriors.natural_parameters import EffectSites, TiedSites
+from numpyro_sgp.posteriors.sites import EffectSites, TiedSites
 
 __all__ = ["can_move", "projected", "projection", "rung"]
 

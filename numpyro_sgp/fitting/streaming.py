@@ -27,7 +27,7 @@ from numpyro_sgp.inducing.selection import pivots_of
 from numpyro_sgp.losses.quadrature_elbo import Particle, QuadratureELBO
 from numpyro_sgp.optim import NaturalGradient
 from numpyro_sgp.optim.closure import all_finite
-from numpyro_sgp.posteriors.natural_parameters import AbstractSites, TiedSites
+from numpyro_sgp.posteriors.sites import AbstractSites, TiedSites
 
 __all__ = ["Streaming", "StreamingState"]
 

@@ -19,19 +19,18 @@ from numpyro_sgp.guides.joint_rows import RowsRun
 from numpyro_sgp.losses.quadrature_elbo import Particle, QuadratureELBO
 from numpyro_sgp.optim.closure import Params, all_finite, probe
 from numpyro_sgp.posteriors.conditioned import NEW_SITES, Conditioned
-from numpyro_sgp.posteriors.natural_parameters import (
+from numpyro_sgp.posteriors.parameters import FittedParameters
+from numpyro_sgp.posteriors.perturbation import Perturbation, Perturbed
+from numpyro_sgp.posteriors.sites import (
     AbstractSites,
     DatumSites,
     Earlier,
     EffectSites,
     JointSites,
     Past,
-    Perturbation,
-    Perturbed,
     RowSites,
     TiedSites,
 )
-from numpyro_sgp.posteriors.parameters import FittedParameters
 
 __all__ = ["conditioned", "removed", "sites_of_rows", "with_past"]
 

@@ -31,7 +31,7 @@ from numpyro_sgp.posteriors.gaussian import InducingGaussian
 from numpyro_sgp.posteriors.joint.formulas import JointGaussian, stacked
 from numpyro_sgp.posteriors.joint.predictors import Rows
 from numpyro_sgp.posteriors.moments import Moments, Roots, moments, roots_of
-from numpyro_sgp.posteriors.natural_parameters import EffectSites, JointSites
+from numpyro_sgp.posteriors.sites import EffectSites, JointSites
 
 __all__ = ["JointRun"]
 

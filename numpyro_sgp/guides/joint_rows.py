@@ -20,9 +20,10 @@ from numpyro_sgp.math.products import matmul, matvec
 from numpyro_sgp.posteriors.family import AbstractRowFamily, is_initial
 from numpyro_sgp.posteriors.joint.by_rows import JointByRows, JointCovariance, markers
 from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, Moments, standard_deviation
-from numpyro_sgp.posteriors.natural_parameters import DatumSites, JointSites, Perturbed
 from numpyro_sgp.posteriors.parameters import FittedParameters
+from numpyro_sgp.posteriors.perturbation import Perturbed
 from numpyro_sgp.posteriors.process import AbstractProcess, TableProcess
+from numpyro_sgp.posteriors.sites import DatumSites, JointSites
 
 __all__ = ["RowsRun"]
 
@@ -113,8 +114,8 @@ class RowsRun(AbstractJointRun):
         gaussian = self.gaussian
         mean = gaussian.given(self.v)
         if joint:
-            deviation, rest, self._log_sites = self._given_latents().draw_parts(rng_key, mean.shape)
-            self._f = mean + deviation
+            parts = self._given_latents().draw_parts(rng_key, mean.shape)
+            self._f, rest, self._log_sites = mean + parts.explained, parts.rest, parts.log_sites
         else:
             given = Moments(mean, gaussian.f[1], q.moments.kl, None)
             self._f = SparsePosterior(q.prior, given, joint=False).sample(rng_key) - q.prior.prior_mean

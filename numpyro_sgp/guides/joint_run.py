@@ -28,7 +28,7 @@ from numpyro_sgp.math.linalg import cholesky
 from numpyro_sgp.math.products import matmul, matvec, matvec_transposed
 from numpyro_sgp.posteriors.joint.formulas import gaussian_prior
 from numpyro_sgp.posteriors.joint.predictors import Rows, prior_covariance
-from numpyro_sgp.posteriors.natural_parameters import JointSites
+from numpyro_sgp.posteriors.sites import JointSites
 
 __all__ = ["INITIAL_SCALE", "AbstractJointRun", "Prior", "expected_reference", "reference_density"]
 

@@ -17,7 +17,7 @@ from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.guides.handlers import SwapGaussianProcesses
 from numpyro_sgp.inducing import ProbedInducing, report_candidates
 from numpyro_sgp.posteriors.moments import Moments, roots_of
-from numpyro_sgp.posteriors.natural_parameters import AbstractSites
+from numpyro_sgp.posteriors.sites import AbstractSites
 
 __all__ = ["SiteParameters", "parameter", "with_candidates"]
 

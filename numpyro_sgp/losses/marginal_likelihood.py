@@ -20,8 +20,8 @@ from numpyro_sgp.math.marginal_likelihood import (
     log_evidence,
     minimax_objective,
 )
-from numpyro_sgp.posteriors.natural_parameters import AbstractSites
 from numpyro_sgp.posteriors.process import Guide
+from numpyro_sgp.posteriors.sites import AbstractSites
 from numpyro_sgp.posteriors.weight_space.adversary import adversary_of
 from numpyro_sgp.posteriors.weight_space.families import AdversarialWeights
 

@@ -24,7 +24,7 @@ from numpyro_sgp.optim.closure import (
     transformation,
 )
 from numpyro_sgp.posteriors.decoupled.coefficients import Coefficients, ProbedCoefficients, Response
-from numpyro_sgp.posteriors.natural_parameters import AbstractSites
+from numpyro_sgp.posteriors.sites import AbstractSites
 
 __all__ = ["DualAscent", "DualAscentState"]
 

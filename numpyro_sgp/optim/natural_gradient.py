@@ -24,7 +24,8 @@ from numpyro_sgp.optim.closure import (
     scheduled,
     transformation,
 )
-from numpyro_sgp.posteriors.natural_parameters import AbstractSites, JointSites, Perturbation, Perturbed
+from numpyro_sgp.posteriors.perturbation import Perturbation, Perturbed
+from numpyro_sgp.posteriors.sites import AbstractSites, JointSites
 
 __all__ = ["NaturalGradient", "NaturalGradientState"]
 

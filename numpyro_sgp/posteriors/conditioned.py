@@ -17,8 +17,8 @@ from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.posteriors.dual.formulas import dual_dense, dual_per_datum
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
 from numpyro_sgp.posteriors.moments import Moments, Roots, perturbed_moments
-from numpyro_sgp.posteriors.natural_parameters import DatumSites
 from numpyro_sgp.posteriors.parameters import Parameters
+from numpyro_sgp.posteriors.sites import DatumSites
 
 __all__ = ["NEW_SITES", "Conditioned"]
 

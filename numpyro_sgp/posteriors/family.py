@@ -24,9 +24,9 @@ from numpyro_sgp.math.linalg import cholesky
 from numpyro_sgp.posteriors.gaussian import AbstractGaussian
 from numpyro_sgp.posteriors.joint.by_rows import AbstractSiteRows
 from numpyro_sgp.posteriors.moments import Moments, Roots
-from numpyro_sgp.posteriors.natural_parameters import AbstractSites
 from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
 from numpyro_sgp.posteriors.process import AbstractProcess, TableProcess
+from numpyro_sgp.posteriors.sites import AbstractSites
 
 __all__ = [
     "AbstractPosteriorFamily",

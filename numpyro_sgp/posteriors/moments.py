@@ -15,7 +15,8 @@ from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.inducing import AbstractInducing
 from numpyro_sgp.math.linalg import cholesky, root_of, with_jitter
 from numpyro_sgp.math.products import matmul, matvec, matvec_transposed
-from numpyro_sgp.posteriors.natural_parameters import AbstractSites, Past, Perturbed, perturb_kl, perturb_marginals
+from numpyro_sgp.posteriors.perturbation import Perturbed, perturb_kl, perturb_marginals
+from numpyro_sgp.posteriors.sites import AbstractSites, Past
 
 __all__ = [
     "AbstractCovariance",
@@ -117,11 +118,6 @@ class AbstractDenseCovariance(AbstractCovariance):
     def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
         """Joint draws of f − E[f], shape (..., N)."""
 
-    @property
-    def log_normaliser(self) -> Array | None:
-        """Log Z of the sites, (...), if `draw_parts` gives their logarithm."""
-        return None
-
     def draw_parts(self, rng_key: Array, shape: tuple[int, ...], *, of_inducing: Array | None = None) -> "Parts":
         del of_inducing
         deviations = self.draw_deviations(rng_key, shape)
@@ -135,11 +131,13 @@ class Parts(NamedTuple):
         explained: E[f | u] − E[f], (..., N).
         rest: f − E[f | u], (..., N).
         log_sites: log of the sites at u, (...), where they are no sites of E[f | u] in the rows; else None.
+        log_normaliser: log Z of these, (...).
     """
 
     explained: Array
     rest: Array
     log_sites: Array | None = None
+    log_normaliser: Array | None = None
 
 
 def draw_given_inducing(

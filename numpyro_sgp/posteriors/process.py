@@ -24,8 +24,8 @@ from numpyro_sgp.math.products import matmul, matvec_transposed
 from numpyro_sgp.posteriors.dual.formulas import dense_weights
 from numpyro_sgp.posteriors.mean_basis import AbstractMeanBasis
 from numpyro_sgp.posteriors.moments import moments
-from numpyro_sgp.posteriors.natural_parameters import DatumSites
 from numpyro_sgp.posteriors.parameters import FittedParameters
+from numpyro_sgp.posteriors.sites import DatumSites
 
 __all__ = [
     "AbstractProcess",

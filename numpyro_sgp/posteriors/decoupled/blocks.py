@@ -30,8 +30,9 @@ from numpyro_sgp.posteriors.dual.formulas import natural_mean_and_root, natural_
 from numpyro_sgp.posteriors.gaussian import MeanPart
 from numpyro_sgp.posteriors.mean_basis import InducingMean
 from numpyro_sgp.posteriors.moments import Moments, Projection, perturbed_moments, roots_of
-from numpyro_sgp.posteriors.natural_parameters import Perturbed, TiedSites
 from numpyro_sgp.posteriors.parameters import Parameters
+from numpyro_sgp.posteriors.perturbation import Perturbed
+from numpyro_sgp.posteriors.sites import TiedSites
 from numpyro_sgp.posteriors.whitened.formulas import whitened
 
 __all__ = ["Block", "Free", "coefficients", "dual_step", "mean_part", "refuse_dual_step", "squared_norm"]

@@ -42,8 +42,8 @@ from numpyro_sgp.posteriors.family import (
 )
 from numpyro_sgp.posteriors.gaussian import InducingGaussian, root_of_points
 from numpyro_sgp.posteriors.moments import Moments, perturbed_moments, project
-from numpyro_sgp.posteriors.natural_parameters import TiedSites
 from numpyro_sgp.posteriors.parameters import Parameters
+from numpyro_sgp.posteriors.sites import TiedSites
 from numpyro_sgp.posteriors.whitened.guide import NaturalWhitened, Whitened
 
 __all__ = ["Decoupled", "FullDecoupled", "HybridDecoupled", "OrthogonalDecoupled", "Parametrization", "SolveDecoupled"]

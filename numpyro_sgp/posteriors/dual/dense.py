@@ -19,9 +19,10 @@ from numpyro_sgp.posteriors.dual.formulas import dense_explained, dual_dense
 from numpyro_sgp.posteriors.family import AbstractRowFamily, at_prior, is_initial
 from numpyro_sgp.posteriors.joint.by_rows import AbstractRows, GivenSeveral
 from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, Moments, draw_given_inducing, perturbed_moments
-from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed, RowSites
 from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
+from numpyro_sgp.posteriors.perturbation import Perturbed
 from numpyro_sgp.posteriors.process import AbstractProcess, dense_process
+from numpyro_sgp.posteriors.sites import DatumSites, RowSites
 
 __all__ = ["Dense"]
 

@@ -29,8 +29,9 @@ from numpyro_sgp.posteriors.family import (
 )
 from numpyro_sgp.posteriors.gaussian import InducingGaussian
 from numpyro_sgp.posteriors.moments import Moments, joined, perturbed_moments, project, with_past
-from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed, TiedSites
 from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
+from numpyro_sgp.posteriors.perturbation import Perturbed
+from numpyro_sgp.posteriors.sites import DatumSites, TiedSites
 
 __all__ = ["SparseDual"]
 

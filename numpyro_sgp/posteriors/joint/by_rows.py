@@ -40,16 +40,8 @@ from numpyro_sgp.posteriors.joint.predictors import (
     shared_effect,
 )
 from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, whiten
-from numpyro_sgp.posteriors.natural_parameters import (
-    DatumSites,
-    JointSites,
-    PairSites,
-    Perturbation,
-    Perturbed,
-    RowSites,
-    perturb_kl,
-    perturb_marginals,
-)
+from numpyro_sgp.posteriors.perturbation import Perturbation, Perturbed, perturb_kl, perturb_marginals
+from numpyro_sgp.posteriors.sites import DatumSites, JointSites, PairSites, RowSites
 
 __all__ = [
     "AbstractRows",
@@ -159,8 +151,8 @@ class AbstractRows(AbstractSiteRows):
         known = self.given_several(R, p)
 
         def expected(w: Array, T: Array) -> Array:
-            own = jnp.where(is_own, R, 0.0)
-            return expected_sites(own, jnp.where(is_own, p, 0.0), known.mean, known.variance, w, T)
+            own, own_p = (jnp.where(is_own, x, 0.0) for x in (R, p))
+            return expected_sites(own, own_p[:, None, None], known.mean, known.variance[:, None, None], w, T)
 
         mean, variance = known.mean[:, self.rows], known.variance[self.rows]
         return GivenLatents(mean, variance, known.products, known.log_normaliser, expected)
@@ -181,10 +173,10 @@ def expected_sites(R: Array, precision: Array, mean: Array, variance: Array, w: 
     """E[log sites] of what they are of, f say, and latents.
 
     Args:
-        R: λ₁ and C, (1 + P, N).
-        precision: p, (N,), or Λ of entries that are side by side, (J, K, K), N = J K.
+        R: λ₁ and C, (1 + P, N), of J groups of K numbers side by side, N = J K.
+        precision: within the groups, (J, K, K).
         mean: E[f | w = 0] and G, (1 + P, N).
-        variance: Var(f | w), as `precision`.
+        variance: Cov(f | w) within the groups, (J, K, K).
         w: E[w], (P,).
         T: a root of its covariance, T Tᵀ, (P, P).
     """
@@ -192,13 +184,9 @@ def expected_sites(R: Array, precision: Array, mean: Array, variance: Array, w: 
     turned = matmul(T.T, G)
     f = mean[0] - matvec_transposed(G, w)
     crossed = f * w[:, None] - matmul(T, turned)
-    if precision.ndim == 1:
-        quadratic = jnp.sum(precision * (variance + jnp.sum(turned * turned, axis=0) + f * f))
-    else:
-        parts = jnp.concatenate([f[None], turned]).reshape(-1, *precision.shape[:-1])
-        second = variance + jnp.sum(parts[..., :, None] * parts[..., None, :], axis=0)
-        quadratic = jnp.sum(precision * second)
-    return jnp.sum(lambda1 * f) - 0.5 * quadratic - jnp.sum(C * crossed)
+    parts = jnp.concatenate([f[None], turned]).reshape(-1, *precision.shape[:-1])
+    second = variance + jnp.sum(parts[..., :, None] * parts[..., None, :], axis=0)
+    return jnp.sum(lambda1 * f) - 0.5 * jnp.sum(precision * second) - jnp.sum(C * crossed)
 
 
 def markers(kff: Array) -> Rows:

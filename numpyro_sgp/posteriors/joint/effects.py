@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from numpyro_sgp.math.products import matmul, matvec
 from numpyro_sgp.posteriors.moments import whiten
-from numpyro_sgp.posteriors.natural_parameters import EffectSites, TiedSites
+from numpyro_sgp.posteriors.sites import EffectSites, TiedSites
 
 __all__ = ["Eliminated", "Loading", "eliminated"]
 

@@ -35,7 +35,7 @@ from numpyro_sgp.posteriors.joint.predictors import (
     shared_effect,
 )
 from numpyro_sgp.posteriors.moments import joined, roots_of, whiten
-from numpyro_sgp.posteriors.natural_parameters import Perturbed, perturb_kl, perturb_marginals
+from numpyro_sgp.posteriors.perturbation import Perturbed, perturb_kl, perturb_marginals
 
 __all__ = ["JointGaussian", "gaussian_prior", "stacked"]
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpyro_sgp.math.products import matmul
 from numpyro_sgp.posteriors.joint.effects import Loading
 from numpyro_sgp.posteriors.moments import standard_deviation
-from numpyro_sgp.posteriors.natural_parameters import Perturbation, Perturbed, floored_matrix
+from numpyro_sgp.posteriors.perturbation import Perturbation, Perturbed, floored_matrix
 
 __all__ = [
     "AbstractJointGaussian",

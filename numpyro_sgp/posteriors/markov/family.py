@@ -20,8 +20,9 @@ from numpyro_sgp.posteriors.markov.space_timeline import SpaceTimeline
 from numpyro_sgp.posteriors.markov.state_space import state_space_of
 from numpyro_sgp.posteriors.markov.timeline import AbstractTimeline, Timeline, in_ascending_order
 from numpyro_sgp.posteriors.moments import Moments, perturbed_moments
-from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed, RowSites
 from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
+from numpyro_sgp.posteriors.perturbation import Perturbed
+from numpyro_sgp.posteriors.sites import DatumSites, RowSites
 
 __all__ = ["Markov", "check_times"]
 

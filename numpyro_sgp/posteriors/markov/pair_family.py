@@ -15,8 +15,9 @@ from numpyro_sgp.posteriors.markov.family import check_times
 from numpyro_sgp.posteriors.markov.pair_timeline import PairTimeline
 from numpyro_sgp.posteriors.markov.state_space import state_space_of
 from numpyro_sgp.posteriors.moments import Moments
-from numpyro_sgp.posteriors.natural_parameters import PairSites, Perturbed, perturb_kl, perturb_marginals
 from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
+from numpyro_sgp.posteriors.perturbation import Perturbed, perturb_kl, perturb_marginals
+from numpyro_sgp.posteriors.sites import PairSites
 
 __all__ = ["SparseMarkov"]
 

@@ -22,7 +22,8 @@ from numpyro_sgp.posteriors.markov.pair_formulas import (
 from numpyro_sgp.posteriors.markov.state_space import AbstractStateSpace
 from numpyro_sgp.posteriors.markov.timeline import in_ascending_order
 from numpyro_sgp.posteriors.moments import AbstractDenseCovariance, Moments, Parts
-from numpyro_sgp.posteriors.natural_parameters import PairSites, Perturbation
+from numpyro_sgp.posteriors.perturbation import Perturbation
+from numpyro_sgp.posteriors.sites import PairSites
 
 __all__ = ["PairCovariance", "PairTimeline"]
 
@@ -93,7 +94,12 @@ class PairTimeline(AbstractSiteRows):
         return PairCovariance(self, sites.lambda1, sites.precision)
 
     def at_rows(self, zero: Perturbation) -> Perturbation:
-        return zero.at_rows(self.seen.pair, self.seen.a)
+        a, pair = jax.lax.stop_gradient(self.seen.a), self.seen.pair
+        K = a.shape[-1]
+        linear = jnp.sum(a * zero.epsilon1[..., pair, :], axis=-1)
+        turned = jnp.sum(a[..., :, None] * zero.epsilon2[..., pair, :, :], axis=-2)
+        own = jnp.sum(turned[..., :K] * a, axis=-1, keepdims=True)
+        return Perturbation(linear, jnp.concatenate([own, turned[..., K:]], axis=-1), floor=zero.floor)
 
 
 @jax.tree_util.register_dataclass
@@ -137,13 +143,9 @@ class PairCovariance(AbstractDenseCovariance):
         del kff
         return self.line.seen.rest
 
-    @property
-    def log_normaliser(self) -> Array:
-        return self.line.smoothed(self.lambda1, self.precision).log_normaliser
-
     def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
-        explained, rest, _ = self.draw_parts(rng_key, shape)
-        return explained + rest
+        parts = self.draw_parts(rng_key, shape)
+        return parts.explained + parts.rest
 
     def draw_parts(self, rng_key: Array, shape: tuple[int, ...], *, of_inducing: Array | None = None) -> Parts:
         axes = self.lambda1.ndim - 1
@@ -151,8 +153,8 @@ class PairCovariance(AbstractDenseCovariance):
         of_states, of_rest = jax.random.split(rng_key)
         of_states = of_states if of_inducing is None else of_inducing
         of_states, of_rest = (jax.random.split(key, math.prod(many)) for key in (of_states, of_rest))
-        explained, rest, log_sites = _draws(self, of_states, of_rest, batch)
-        return Parts(explained.reshape(shape), rest.reshape(shape), log_sites.reshape(shape[:-1]))
+        (explained, rest, log_sites), log_z = _draws(self, of_states, of_rest, batch)
+        return Parts(explained.reshape(shape), rest.reshape(shape), log_sites.reshape(shape[:-1]), log_z)
 
 
 @as_one_program
@@ -182,7 +184,7 @@ def _draws(covariance: PairCovariance, of_states: Array, of_rest: Array, batch: 
     largest = jnp.max(jnp.abs(eigenvalues), axis=-1, keepdims=True)
     is_rounding = jnp.abs(eigenvalues) <= 100.0 * jnp.finfo(V.dtype).eps * largest
     root = V * jnp.sqrt(jnp.where(is_rounding, 0.0, eigenvalues))[..., None, :]  # NaN where one is negative
-    mean = line.smoothed(covariance.lambda1, precision).mean
+    q = line.smoothed(covariance.lambda1, precision)
 
     def draw(keys: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         of_prior, of_sites = jax.random.split(keys[0])
@@ -191,11 +193,11 @@ def _draws(covariance: PairCovariance, of_states: Array, of_rest: Array, batch: 
         # A draw of the prior, corrected by the smoother (Matheron's rule).
         residual = -matvec(precision, prior) - matvec(root, noise)
         deviation = prior + line.smoothed(residual, precision).mean
-        y = mean + deviation
+        y = q.mean + deviation
         log_sites = jnp.sum(y * (covariance.lambda1 - 0.5 * matvec(precision, y)), axis=(-2, -1))
         # What the states leave of f is independent of them: that of any draw of the prior.
         states = state_draws(model, interval, keys[1], batch)[..., where, :]
         f = jnp.sum(states[..., M:, :] * jnp.asarray(model.h, states.dtype), axis=-1)
         return line.projected(deviation), f - line.projected(_pairs(states[..., :M, :])), log_sites
 
-    return jax.lax.map(draw, (of_states, of_rest))
+    return jax.lax.map(draw, (of_states, of_rest)), q.log_normaliser

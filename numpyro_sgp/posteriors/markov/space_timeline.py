@@ -130,8 +130,8 @@ class SpaceTimeCovariance(AbstractTimelineCovariance):
         return self.line.rest
 
     def draw_deviations(self, rng_key: Array, shape: tuple[int, ...]) -> Array:
-        explained, rest, _ = self.draw_parts(rng_key, shape)
-        return explained + rest
+        parts = self.draw_parts(rng_key, shape)
+        return parts.explained + parts.rest
 
     def draw_parts(self, rng_key: Array, shape: tuple[int, ...], *, of_inducing: Array | None = None) -> Parts:
         del of_inducing  # the sites are those of the rows

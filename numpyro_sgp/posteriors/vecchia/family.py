@@ -12,8 +12,9 @@ from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.kernels.functional import AbstractFunctional, same_rows
 from numpyro_sgp.posteriors.family import AbstractRowFamily, at_prior, is_initial
 from numpyro_sgp.posteriors.moments import Moments, perturbed_moments
-from numpyro_sgp.posteriors.natural_parameters import DatumSites, Perturbed, RowSites
 from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
+from numpyro_sgp.posteriors.perturbation import Perturbed
+from numpyro_sgp.posteriors.sites import DatumSites, RowSites
 from numpyro_sgp.posteriors.vecchia.formulas import (
     NeighbourCovariance,
     NeighbourRows,

@@ -30,8 +30,9 @@ from numpyro_sgp.posteriors.dual.tied import tied, tied_mean_and_root
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
 from numpyro_sgp.posteriors.gaussian import InducingGaussian
 from numpyro_sgp.posteriors.moments import Moments, perturbed_moments
-from numpyro_sgp.posteriors.natural_parameters import Perturbed, TiedSites
 from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
+from numpyro_sgp.posteriors.perturbation import Perturbed
+from numpyro_sgp.posteriors.sites import TiedSites
 from numpyro_sgp.posteriors.weight_space.adversary import Adversary
 from numpyro_sgp.posteriors.weight_space.formulas import tempered_mean_and_root, weight_space, weight_space_mean
 from numpyro_sgp.posteriors.weight_space.stale import StaleSites, check_refresh, stale_moments

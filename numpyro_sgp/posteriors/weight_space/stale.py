@@ -25,7 +25,8 @@ from numpyro_sgp.math.linalg import diagonal, triangular_inverse
 from numpyro_sgp.math.products import gram_of_rows, lower_product, matvec, matvec_transposed
 from numpyro_sgp.posteriors.dual.formulas import divergence_of_covariance, root_of_precision
 from numpyro_sgp.posteriors.moments import Moments, Roots, given_tangents, tangents_like
-from numpyro_sgp.posteriors.natural_parameters import AbstractSites, Perturbation
+from numpyro_sgp.posteriors.perturbation import Perturbation
+from numpyro_sgp.posteriors.sites import AbstractSites
 from numpyro_sgp.posteriors.weight_space.formulas import tempering
 
 __all__ = ["StaleSites", "check_refresh", "stale_moments"]

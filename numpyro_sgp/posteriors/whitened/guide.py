@@ -31,8 +31,9 @@ from numpyro_sgp.posteriors.family import (
 )
 from numpyro_sgp.posteriors.gaussian import InducingGaussian
 from numpyro_sgp.posteriors.moments import Moments, perturbed_moments, project
-from numpyro_sgp.posteriors.natural_parameters import Perturbed, TiedSites
 from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
+from numpyro_sgp.posteriors.perturbation import Perturbed
+from numpyro_sgp.posteriors.sites import TiedSites
 from numpyro_sgp.posteriors.whitened.formulas import times_factors, unwhitened, whitened
 
 __all__ = ["AutoSVGP", "NaturalWhitened", "Unwhitened", "Whitened"]
