@@ -147,8 +147,9 @@ def by_batches(
     most: int | None,
     step_size: float = 0.5,
     batch: int = 1000,
+    optim: Any = None,
 ):
-    """Parameters after natural steps on batches of rows for some processor time; that time, and the steps.
+    """Parameters after steps on batches of rows for some processor time; that time, and the steps.
 
     Args:
         model: with rows and `num_data`.
@@ -158,9 +159,11 @@ def by_batches(
         most: the most steps, in a reduced run.
         step_size: of natural steps, at first; it falls to a tenth over 200 steps.
         batch: how many rows a step has.
+        optim: another optimizer.
     """
     num, rng = len(train[0]), np.random.default_rng(0)
-    optim = numpyro_sgp.NaturalGradient(optax.linear_schedule(step_size, 0.1 * step_size, 200), optax.adam(0.03))
+    if optim is None:
+        optim = numpyro_sgp.NaturalGradient(optax.linear_schedule(step_size, 0.1 * step_size, 200), optax.adam(0.03))
     svi = SVI(model, guide, optim, numpyro_sgp.QuadratureELBO(10))
     start, number, batch = time.process_time(), 0, min(num, batch)
     state = svi.init(jax.random.key(0), *(each[:batch] for each in train), num_data=num)

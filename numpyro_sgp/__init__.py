@@ -31,6 +31,7 @@ from numpyro_sgp.guides.guide import AutoSparseGP
 from numpyro_sgp.inducing import (
     BoundedInducingPoints,
     GrowingInducing,
+    InducingGrid,
     InducingPoints,
     MultiscaleInducing,
     greedy_variance,
@@ -53,6 +54,7 @@ from numpyro_sgp.posteriors.decoupled.guide import AutoDecoupledGP
 from numpyro_sgp.posteriors.dual.family import Dual
 from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
 from numpyro_sgp.posteriors.functions import FunctionDraws
+from numpyro_sgp.posteriors.kronecker.family import Kronecker
 from numpyro_sgp.posteriors.markov.family import Markov
 from numpyro_sgp.posteriors.markov.guide import AutoMarkovGP
 from numpyro_sgp.posteriors.markov.pair_family import SparseMarkov
@@ -95,8 +97,10 @@ __all__ = [
     "GaussianProcess",
     "GrowBasis",
     "GrowingInducing",
+    "InducingGrid",
     "InducingPoints",
     "InducingReparam",
+    "Kronecker",
     "Markov",
     "MinimaxMarginalLikelihood",
     "MultiscaleInducing",

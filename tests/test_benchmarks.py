@@ -10,6 +10,7 @@ SEVERAL = {
     "automatic_fit": {"automatic_fit", "automatic_fit_nuts"},
     "finite_rank_tables": {"finite_rank_tables_linear_2", "finite_rank_tables_gaussian_2"},
     "gaussian_bound": {"gaussian_bound", "gaussian_bound_steps"},
+    "inducing_grid": {"inducing_grid", "inducing_grid_nuts"},
     "joint_posteriors": {"joint_posteriors", "joint_steps"},
     "qsgp_all_rows": {"qsgp_all_rows", "qsgp_augmented"},
     "real_fields": {"real_flights", "real_towns"},

@@ -315,6 +315,7 @@ def dense_outcomes(name, likelihood, *batches):
 
 
 # One with sums, one with a root, and one whose u are the values of f.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("likelihood", "name"),
     [
@@ -558,6 +559,7 @@ def test_with_the_tighter_bound_a_noise_scale_comes_back_but_for_what_is_cut_off
 # JAX.
 
 
+@pytest.mark.thorough
 def test_it_is_a_pure_function_that_compiles_once():
     guide, before, condition = regressing("tied")
     params = guide.condition(before, *rows_of(HEAD, X, NOISE, REALS))
@@ -669,7 +671,7 @@ def test_it_warns_where_steps_have_not_converged():
         guide.condition(params, *rows_of(HEAD, X, COUNTS), num_steps=3)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_removing_rows_warns_where_priors_have_not_settled(monkeypatch):
     guide = JOINT["tied"](with_a_scale, Z)
     rows = [rows_of(half, X, GROUP, GROUPED) for half in (slice(None), TAIL)]

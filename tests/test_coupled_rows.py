@@ -306,6 +306,7 @@ def test_a_posterior_does_not_need_the_data_of_the_terms(kind):
     assert set(guide.median(params, X[:3])) == {"a", "f"}
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings(IS_SAMPLED)
 @pytest.mark.parametrize("floor", [0.0, None])
 def test_the_direction_of_a_term_that_is_not_concave_has_a_floor(floor):

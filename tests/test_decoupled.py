@@ -542,6 +542,7 @@ def test_two_sites_a_plate_and_sampled_hyperparameters_train_and_predict(kind, k
     assert np.isfinite(again["f"]).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "natural"), representative(SOME_FORMS, SOME_FORMS[:2]))
 def test_losses_and_updates_on_minibatches_average_to_those_on_all_rows(kind, natural):
     model, guide, y, params = set_up(kind, natural, "student_t")

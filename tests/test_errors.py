@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import numpyro_sgp as sgp
-from numpyro_sgp.kernels import Matern52
+from numpyro_sgp.kernels import Matern52, Select, SquaredExponential
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -24,6 +24,7 @@ N, M, D = 7, 5, 2
 RNG = np.random.default_rng(30)
 X, Z, y = RNG.normal(size=(N, D)), RNG.normal(size=(M, D)), RNG.normal(size=N)
 KERNEL = Matern52(1.0)
+GRID = sgp.InducingGrid.over(X, (3, 2))
 
 
 def model(X, y=None, num_data=N):
@@ -49,6 +50,17 @@ def two_widths(X, y=None):
 def in_columns(X, y=None):
     f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))
     numpyro.sample("y", dist.Normal(f[:, None], 0.7), obs=y)
+
+
+def one_column(X, y=None):
+    f = numpyro.sample("f", sgp.GaussianProcess(Select(KERNEL, [0]), X))
+    numpyro.sample("y", dist.Normal(f, 0.7), obs=y)
+
+
+def of_differences(X, y=None):
+    rows = sgp.functionals.Difference(X, X + 1.0)
+    f = numpyro.sample("f", sgp.GaussianProcess(SquaredExponential(1.0), rows))
+    numpyro.sample("y", dist.Normal(f, 0.7), obs=y)
 
 
 def without_gp(X, y=None):
@@ -363,6 +375,31 @@ MISTAKES = {
         lambda: SVGP(model, Z, natural=True, whiten=False),
         ValueError,
         ("`natural=True`", "`whiten=False`", "`whiten=True`"),
+    ),
+    "grid with natural parameters": (
+        lambda: start(model, SVGP(model, GRID, natural=True), X, y, optim=sgp.NaturalGradient()),
+        ValueError,
+        ("`natural=True`", "`InducingGrid`", "Leave it out", "`inducing=grid.Z`"),
+    ),
+    "grid and a kernel that is no product": (
+        lambda: start(model, SVGP(model, GRID), X, y),
+        TypeError,
+        ("`InducingGrid`", "product", "Matern52", "`Select(Matern32(...), [0]) * Select(Matern32(...), [1])`"),
+    ),
+    "grid with an axis that the kernel does not look at": (
+        lambda: start(one_column, SVGP(one_column, GRID), X, y),
+        TypeError,
+        ("Select(Matern52, [0])", "axis 1", "`InducingGrid`", "Leave this axis out"),
+    ),
+    "grid of sizes for other columns": (
+        lambda: sgp.InducingGrid.over(X, (3,)),
+        ValueError,
+        ("`sizes`", "each column of `X`", "(3,)", "(7, 2)"),
+    ),
+    "grid for functionals": (
+        lambda: start(of_differences, SVGP(of_differences, GRID), X, y),
+        TypeError,
+        ("`InducingGrid`", "functionals", "inducing inputs (M, D)"),
     ),
     "unknown sites": (
         lambda: TSVGP(model, Z, sites="per-datum"),

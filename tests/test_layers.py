@@ -31,6 +31,7 @@ LAYERS = [
     "posteriors/markov/pair_formulas",
     "posteriors/markov/separable",
     "posteriors/markov/space_formulas",
+    "posteriors/kronecker/formulas",
     "posteriors/dual/tied",
     "posteriors/joint/effects",
     "posteriors/joint/predictors",

@@ -111,6 +111,7 @@ def test_one_step_is_the_sparse_posterior_with_inducing_values_at_all_pairs(boun
         assert_allclose(q.covariance(), covariance, atol=1e-9)
 
 
+@pytest.mark.thorough
 def test_with_all_places_it_is_the_exact_posterior():
     y, places = RNG.normal(size=N), np.unique(X[:, 1:], axis=0)
     guide = sgp.AutoMarkovGP(normal, space=places)

@@ -7,7 +7,14 @@ from jax.typing import ArrayLike
 import numpy as np
 
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
-from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, GrowingInducing, InducingPoints, as_inducing
+from numpyro_sgp.inducing import (
+    AbstractInducing,
+    BoundedInducingPoints,
+    GrowingInducing,
+    InducingGrid,
+    InducingPoints,
+    as_inducing,
+)
 from numpyro_sgp.optim import num_refused
 
 __all__ = ["plot_band", "plot_hyperparameters", "plot_inducing", "plot_training"]
@@ -97,7 +104,7 @@ def plot_inducing(
         ValueError: inputs of another width.
     """
     inducing, X = as_inducing(inducing), np.asarray(X)
-    if not isinstance(inducing, InducingPoints | BoundedInducingPoints | GrowingInducing):
+    if not isinstance(inducing, InducingPoints | InducingGrid | BoundedInducingPoints | GrowingInducing):
         msg = f"`inducing` must have inputs `Z` to be drawn, got {type(inducing).__name__}."
         raise TypeError(msg)
     Z = np.asarray(inducing.Z)

@@ -1,5 +1,6 @@
 """Inducing variables, and how to choose them."""
 
+from numpyro_sgp.inducing.grid import InducingGrid
 from numpyro_sgp.inducing.growing import (
     Candidates,
     GrowingInducing,
@@ -34,6 +35,7 @@ __all__ = [
     "BoundedInducingPoints",
     "Candidates",
     "GrowingInducing",
+    "InducingGrid",
     "InducingPoints",
     "MultiscaleInducing",
     "ProbedInducing",

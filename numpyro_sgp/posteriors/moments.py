@@ -34,6 +34,7 @@ __all__ = [
     "roots_of",
     "standard_deviation",
     "tangents_like",
+    "unexplained_variance",
     "variance_given",
     "whiten",
     "with_past",
@@ -357,27 +358,32 @@ whiten.defjvp(_whiten_jvp, symbolic_zeros=True)
 _CONTRADICTION = 1e-3
 
 
-def _residual(kff: Array, A: Array) -> Array:
-    residual = kff - jnp.sum(A * A, axis=-2)
+def _residual(kff: Array, explained: Array) -> Array:
+    residual = kff - explained
     largest = jnp.max(kff, axis=-1, keepdims=True, initial=0.0)
     return jnp.where(residual < -_CONTRADICTION * largest, jnp.nan, residual)
 
 
-def variance_given(kff: Array, A: Array) -> Array:
-    """What inducing variables leave of prior variances, k_ii − |A_i|², (..., N): not negative, NaN where more than
-    rounding would make it so.
+def unexplained_variance(kff: Array, explained: Array) -> Array:
+    """What inducing variables leave of prior variances, (..., N): not negative, NaN where more than rounding would
+    make it so.
 
     Args:
         kff: prior variances, (..., N).
-        A: L⁻¹Kuf, (..., M, N).
+        explained: what they explain of these, |L⁻¹k_ui|², (..., N).
     """
-    return jnp.maximum(_residual(kff, A), 0.0)
+    return jnp.maximum(_residual(kff, explained), 0.0)
+
+
+def variance_given(kff: Array, A: Array) -> Array:
+    """What inducing variables leave of prior variances, k_ii − |A_i|², (..., N), from A = L⁻¹Kuf, (..., M, N)."""
+    return unexplained_variance(kff, jnp.sum(A * A, axis=-2))
 
 
 @as_one_program
 def moments(mean: Array, kff: Array, A: Array, T: Array | None, kl: Array) -> Moments:
     """v_i = (k_ii − |A_i|²) + |T_i|², the bracket kept non-negative against rounding, NaN where it is no rounding."""
-    residual = _residual(kff, A)
+    residual = _residual(kff, jnp.sum(A * A, axis=-2))
     if T is None:
         # The bracket is all of the variance, and positive: its rounding error is of the order of the machine epsilon.
         variance = jnp.maximum(residual, jnp.finfo(residual.dtype).eps * kff)

@@ -35,6 +35,7 @@ __all__ = [
     "UnknownFamilyError",
     "dense_process",
     "drawable_of",
+    "prior_at",
     "process_of",
     "process_posterior",
 ]
@@ -58,6 +59,31 @@ class Guide(Protocol):
     ) -> dict[str, SparsePosterior]:
         """The posterior of each GP site at the model's inputs."""
         ...
+
+
+def prior_at(
+    kernel: Callable, mean_function: Any, width: int, X_new: ArrayLike | AbstractFunctional, jitter: ArrayLike
+) -> GaussianProcess:
+    """The prior at other inputs, (N_new, D), or at functionals.
+
+    Args:
+        kernel: the prior's kernel.
+        mean_function: a number or a function; None where the prior mean was given as values.
+        width: D.
+        X_new: inputs, or functionals.
+        jitter: relative to the mean prior variance.
+
+    Raises:
+        ValueError: inputs of another width; the prior mean was given as values at the training inputs.
+    """
+    if mean_function is None:
+        msg = (
+            "The prior mean was given as an array of values at the model's inputs, which say nothing about "
+            "`X_new`. Give `mean` to `GaussianProcess` as a scalar or as a function of X."
+        )
+        raise ValueError(msg)
+    check_new_inputs(width, X_new)
+    return GaussianProcess(kernel, X_new, mean_function, jitter=cast(Any, jitter))
 
 
 class AbstractProcess(ABC):
@@ -116,14 +142,7 @@ class ProcessPosterior(AbstractProcess):
         Raises:
             ValueError: inputs of another width; the prior mean was given as values at the training inputs.
         """
-        if self.mean_function is None:
-            msg = (
-                "The prior mean was given as an array of values at the model's inputs, which say nothing about "
-                "`X_new`. Give `mean` to `GaussianProcess` as a scalar or as a function of X."
-            )
-            raise ValueError(msg)
-        check_new_inputs(self.inducing.width, X_new)
-        return GaussianProcess(self.kernel, X_new, self.mean_function, jitter=cast(Any, self.jitter))
+        return prior_at(self.kernel, self.mean_function, self.inducing.width, X_new, self.jitter)
 
     def posterior(self, X_new: ArrayLike | AbstractFunctional) -> SparsePosterior:
         """q(f(X_new)): `.mean`, `.variance`, `.covariance()`, `.sample(key)`.

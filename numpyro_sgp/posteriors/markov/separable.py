@@ -12,6 +12,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from numpyro_sgp.kernels.algebra import Constant, Product, Sum
+from numpyro_sgp.kernels.columns import columns_of, named, times
 from numpyro_sgp.kernels.inputs import Select
 from numpyro_sgp.posteriors.markov.state_space import AbstractStateSpace, state_space_of
 
@@ -61,7 +62,7 @@ def separated(kernel: Callable, D: int, dtype: jax.typing.DTypeLike, num_harmoni
         TypeError: a kernel that is no such sum.
     """
     reason = ""
-    for column in sorted(_columns(kernel, D)):
+    for column in sorted(columns_of(kernel, D)):
         try:
             terms = [
                 SeparatedTerm(state_space_of(_of_time(time, D), dtype, num_harmonics), space)
@@ -73,28 +74,15 @@ def separated(kernel: Callable, D: int, dtype: jax.typing.DTypeLike, num_harmoni
         return Separated(column, tuple(terms))
     msg = (
         "`space` needs a kernel that is a product of one of time, which has a state-space form, and one of place, or a "
-        f"sum of such products; got {_named(kernel, D)} of {D} columns{reason}. Write it as "
+        f"sum of such products; got {named(kernel, D)} of {D} columns{reason}. Write it as "
         "`Select(Matern32(...), [0]) * Select(SquaredExponential(...), [1, 2])`; `AutoTSVGP` takes any kernel."
     )
     raise TypeError(msg)
 
 
-def _columns(kernel: Callable, D: int) -> set[int]:
-    """The columns that a kernel looks at."""
-    match kernel:
-        case Constant():
-            return set()
-        case Select():
-            columns = kernel.columns_of(D)
-            return {columns[inner] for inner in _columns(kernel.kernel, len(columns))}
-        case Sum() | Product():
-            return _columns(kernel.left, D) | _columns(kernel.right, D)
-    return set(range(D))
-
-
 def _terms(kernel: Callable, column: int, D: int) -> list[tuple[Callable, Callable | None]]:
     """The factors of time and place of each product."""
-    columns = _columns(kernel, D)
+    columns = columns_of(kernel, D)
     if columns <= {column}:
         return [(kernel, None)]
     if column not in columns:
@@ -104,15 +92,9 @@ def _terms(kernel: Callable, column: int, D: int) -> list[tuple[Callable, Callab
             return _terms(kernel.left, column, D) + _terms(kernel.right, column, D)
         case Product():
             pairs = ((a, b) for a in _terms(kernel.left, column, D) for b in _terms(kernel.right, column, D))
-            return [(Product(t, t2), _times(s, s2)) for (t, s), (t2, s2) in pairs]
-    msg = f"{_named(kernel, D)} looks at column {column} together with others"
+            return [(Product(t, t2), times(s, s2)) for (t, s), (t2, s2) in pairs]
+    msg = f"{named(kernel, D)} looks at column {column} together with others"
     raise TypeError(msg)
-
-
-def _times(one: Callable | None, other: Callable | None) -> Callable | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return Product(one, other)
 
 
 def _of_time(kernel: Callable, D: int) -> Callable:
@@ -123,19 +105,6 @@ def _of_time(kernel: Callable, D: int) -> Callable:
         case Sum() | Product():
             return type(kernel)(_of_time(kernel.left, D), _of_time(kernel.right, D))
     if D > 1 and not isinstance(kernel, Constant):
-        msg = f"{_named(kernel, D)} has the time in {D} columns"
+        msg = f"{named(kernel, D)} has the time in {D} columns"
         raise TypeError(msg)
     return kernel
-
-
-def _named(kernel: Callable, D: int) -> str:
-    match kernel:
-        case Sum():
-            return f"{_named(kernel.left, D)} + {_named(kernel.right, D)}"
-        case Product():
-            sides = kernel.left, kernel.right
-            return " * ".join(f"({_named(each, D)})" if isinstance(each, Sum) else _named(each, D) for each in sides)
-        case Select():
-            columns = kernel.columns_of(D)
-            return f"Select({_named(kernel.kernel, len(columns))}, {list(columns)})"
-    return getattr(kernel, "__name__", type(kernel).__name__)

@@ -14,7 +14,7 @@ from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.sparse_regression import RegressionPosterior, started_mean_and_root, started_sites
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.guides.members import Joint
-from numpyro_sgp.inducing import AbstractInducing, GrowingInducing
+from numpyro_sgp.inducing import AbstractInducing, GrowingInducing, InducingGrid
 from numpyro_sgp.math.linalg import solve_lower, solve_lower_transposed
 from numpyro_sgp.posteriors.dual.formulas import natural_mean_and_root, natural_whitened
 from numpyro_sgp.posteriors.family import (
@@ -30,6 +30,7 @@ from numpyro_sgp.posteriors.family import (
     started_at,
 )
 from numpyro_sgp.posteriors.gaussian import InducingGaussian
+from numpyro_sgp.posteriors.kronecker.family import Kronecker
 from numpyro_sgp.posteriors.moments import Moments, perturbed_moments, project
 from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
 from numpyro_sgp.posteriors.perturbation import Perturbed
@@ -182,7 +183,8 @@ class AutoSVGP(AbstractAutoSparseGP):
     Args:
         model: a NumPyro model with `GaussianProcess` sites.
         inducing: inducing inputs (M, D), an inducing object, a dict of them by site, or a function
-            `(kernel, X, rng_key)` that makes them when the guide is initialised.
+            `(kernel, X, rng_key)` that makes them when the guide is initialised. An `InducingGrid` itself, not from a
+            function, has a covariance that is no matrix of M × M: see `Kronecker`.
         whiten: parametrise v with u = L v, L Lᵀ = Kuu (better conditioned), instead of u itself.
         natural: hold q by natural parameters, for the optimizer `NaturalGradient`.
         base: guide for the other latents: an autoguide class, or a guide. A class starts a latent at what was observed
@@ -196,7 +198,9 @@ class AutoSVGP(AbstractAutoSparseGP):
         prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
 
     Raises:
-        ValueError: `natural` without `whiten`; inducing inputs of another width than X.
+        ValueError: `natural` without `whiten`; inducing inputs of another width than X; an `InducingGrid` with
+            `natural`, `init_from`, or without `whiten`.
+        TypeError: an `InducingGrid` with a kernel that is no product over its axes.
 
     References:
         Hensman, Fusi and Lawrence (2013), "Gaussian processes for big data"; Hensman, Matthews and Ghahramani (2015),
@@ -230,8 +234,18 @@ class AutoSVGP(AbstractAutoSparseGP):
         super().__init__(model, base=base, prefix=prefix, joint=joint if natural else False)
 
     def family(self, site: str) -> AbstractPosteriorFamily:
-        start = started_at(self.init_from, site)
-        return self._family(for_site(self.inducing, site, "inducing"), self.learn_inducing, start)
+        inducing, start = for_site(self.inducing, site, "inducing"), started_at(self.init_from, site)
+        if not isinstance(inducing, InducingGrid):
+            return self._family(inducing, self.learn_inducing, start)
+        if self._family is not Whitened or start is not None:
+            natural = "natural=True" if self._family is NaturalWhitened else "whiten=False"
+            given = natural if start is None else "init_from"
+            msg = (
+                f"`{given}` was given with an `InducingGrid`, whose posterior is held by products of small matrices. "
+                "Leave it out, or give the grid as inducing inputs (M, D): `inducing=grid.Z`."
+            )
+            raise ValueError(msg)
+        return Kronecker(inducing, self.learn_inducing)
 
     def check_sites(self, sites: set[str]) -> None:
         check_names(self.inducing, sites, "inducing")

@@ -1,0 +1,169 @@
+"""Mean and covariance at a grid of inducing inputs, for any optimizer."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from numpyro_sgp.distributions.gaussian_process import GaussianProcess
+from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
+from numpyro_sgp.inducing import InducingGrid
+from numpyro_sgp.kernels.columns import NotAProductError, factors, named
+from numpyro_sgp.kernels.functional import AbstractFunctional
+from numpyro_sgp.math.linalg import cholesky, solve_lower
+from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, at_prior, inducing_param, is_initial
+from numpyro_sgp.posteriors.gaussian import AbstractGaussian
+from numpyro_sgp.posteriors.kronecker.formulas import deviation_of, grid_moments, log_root
+from numpyro_sgp.posteriors.moments import Moments
+from numpyro_sgp.posteriors.parameters import Parameters
+from numpyro_sgp.posteriors.process import AbstractProcess, prior_at
+
+__all__ = ["Kronecker"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Grid:
+    """A grid with the factors of the kernel and their roots.
+
+    Attributes:
+        inducing: the grid.
+        kernels: for each axis, of all columns.
+        L: Cholesky factors at the points of each axis, (..., M_d, M_d).
+    """
+
+    inducing: InducingGrid
+    kernels: tuple[Callable, ...]
+    L: tuple[Array, ...]
+
+    @classmethod
+    def of(cls, inducing: InducingGrid, kernel: Callable, jitter: ArrayLike) -> "_Grid":
+        kernels = _factors(inducing, kernel)
+        points = [inducing.axis_inputs(number) for number in range(len(kernels))]
+        L = tuple(cholesky(factor(Z, Z), jitter) for factor, Z in zip(kernels, points, strict=True))
+        return cls(inducing, kernels, L)
+
+    def whitened(self, X: Array) -> tuple[Array, ...]:
+        """L_d⁻¹k_d at the rows of X, for each axis, (..., M_d, N)."""
+        return tuple(
+            solve_lower(L, factor(self.inducing.axis_inputs(number), X))
+            for number, (factor, L) in enumerate(zip(self.kernels, self.L, strict=True))
+        )
+
+
+def _factors(inducing: InducingGrid, kernel: Callable) -> tuple[Callable, ...]:
+    try:
+        found = factors(kernel, inducing.groups, inducing.width)
+    except NotAProductError as error:
+        msg = (
+            f"An `InducingGrid` needs a kernel that is a product of one kernel for each axis, and {error.args[0]} in "
+            f"{named(kernel, inducing.width)} is none. Write it as `Select(Matern32(...), [0]) * "
+            "Select(Matern32(...), [1])`, or give inducing inputs (M, D)."
+        )
+        raise TypeError(msg) from None
+    if None in found:
+        number = found.index(None)
+        msg = (
+            f"The kernel {named(kernel, inducing.width)} does not depend on axis {number} of the `InducingGrid`. "
+            "Leave this axis out, and the column out of `X`."
+        )
+        raise TypeError(msg)
+    return tuple(factor for factor in found if factor is not None)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GridGaussian(AbstractGaussian):
+    """q(v) = N(m, R diag(s²) Rᵀ), R = R₁ ⊗ R₂ ⊗ …, u = (L₁ ⊗ L₂ ⊗ …) v.
+
+    Attributes:
+        grid: the grid, whose kernel is the prior's.
+        m: (..., M₁, M₂, …).
+        s: (..., M₁, M₂, …).
+        R: of each axis, (..., M_d, M_d).
+    """
+
+    grid: _Grid
+    m: Array
+    s: Array
+    R: tuple[Array, ...]
+
+    def moments(self, kernel: Callable, X: Array) -> Moments:
+        return grid_moments(self.m, self.s, self.R, self.grid.whitened(X), kernel(X))
+
+    def process(self, q: SparsePosterior) -> "GridProcess":
+        prior = q.prior
+        return GridProcess(self, prior.kernel, prior.mean_function, prior.relative_jitter, q.batch_shape)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GridProcess(AbstractProcess):
+    """q(f) as a process, from inducing values at a grid; the other fields are those of `ProcessPosterior`."""
+
+    gaussian: GridGaussian
+    kernel: Callable
+    mean_function: Any
+    jitter: ArrayLike
+    batch_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    def posterior(self, X_new: ArrayLike | AbstractFunctional) -> SparsePosterior:
+        prior = prior_at(self.kernel, self.mean_function, self.gaussian.grid.inducing.width, X_new, self.jitter)
+        return SparsePosterior(prior, self.gaussian.moments(prior.kernel, prior.X), self.batch_shape)
+
+    def log_ratio(self, noise: Array) -> Array:
+        q = self.gaussian
+        v = q.m + deviation_of(noise.reshape(*noise.shape[:-1], *q.grid.inducing.sizes), q.s, q.R)
+        squares = jnp.sum(v * v, axis=tuple(range(-len(q.R), 0))) - jnp.sum(noise * noise, axis=-1)
+        return 0.5 * squares - log_root(q.s, q.R)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kronecker(AbstractPosteriorFamily):
+    """q(v) = N(m, R diag(s²) Rᵀ), R = R₁ ⊗ R₂ ⊗ …, at an `InducingGrid`; starts at the prior.
+
+    u = (L₁ ⊗ L₂ ⊗ …) v with L_d L_dᵀ the covariance of axis d. m and s have one number for each inducing value, and
+    the R_d are free matrices.
+
+    Args:
+        inducing: the grid.
+        learn_inducing: whether to train its points.
+    """
+
+    inducing: InducingGrid
+    learn_inducing: bool = False
+
+    def gaussian(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> GridGaussian:
+        inducing, m, s, R = self._parameters(param, prior, batch_shape)
+        return GridGaussian(_Grid.of(inducing, prior.kernel, prior.relative_jitter), m, s, R)
+
+    def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
+        inducing, *values = self._parameters(param, prior, batch_shape)
+        if is_initial(param, "m", "s"):
+            _factors(inducing, prior.kernel)
+            return at_prior(prior.kernel, prior.X)
+        grid = _Grid.of(inducing, prior.kernel, prior.relative_jitter)
+        return GridGaussian(grid, *values).moments(prior.kernel, prior.X)
+
+    def _parameters(
+        self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]
+    ) -> tuple[InducingGrid, Array, Array, tuple[Array, ...]]:
+        if isinstance(prior.X, AbstractFunctional):
+            msg = (
+                f"An `InducingGrid` was given for a site of functionals, {type(prior.X).__name__}, whose covariance "
+                "with a grid is no product. Give inducing inputs (M, D)."
+            )
+            raise TypeError(msg)
+        inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
+        assert isinstance(inducing, InducingGrid)
+        shape, dtype = (*batch_shape, *inducing.sizes), prior.X.dtype
+        m, s = param("m", jnp.zeros(shape, dtype)), param("s", jnp.ones(shape, dtype))
+        R = tuple(
+            param(f"R{number}", jnp.broadcast_to(jnp.eye(size, dtype=dtype), (*batch_shape, size, size)))
+            for number, size in enumerate(inducing.sizes, start=1)
+        )
+        return inducing, m, s, R
