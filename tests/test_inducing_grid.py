@@ -269,7 +269,15 @@ def test_a_grid_is_regular_over_the_rows_and_its_last_axis_changes_fastest():
     assert (grid.num_inducing, grid.width) == (6, 2)
 
 
-def test_functions_of_it_are_refused_with_what_to_do(both):
-    guide, _, params = both[0]
+@pytest.mark.usefixtures("x64")
+def test_what_it_cannot_do_is_refused_with_what_to_do():
+    kernel, grid = PROBLEMS["two axes"][1], sgp.InducingGrid.at(ONE, TWO)
+    guide = sgp.AutoSVGP(site(kernel, 2, lambda f: dist.Normal(f, 0.5)), grid)
+    params = initial_parameters(guide.model, guide, X, Y)
+    with pytest.raises(TypeError, match=r"`Kronecker` cannot take in rows.*`AutoSVGP` with inducing inputs \(M, D\)"):
+        guide.condition(params, X_NEW, Y[:7])
     with pytest.raises(TypeError, match=r"dense q\(u\), got GridProcess.*Draw values with"):
         guide.sample_functions(jax.random.key(0), params, X, num_samples=2)
+    summed = site(kernel, 2, lambda f: dist.Normal(jnp.sum(f) ** 2, 1.0))
+    with pytest.raises(ValueError, match="several rows"):
+        initial_parameters(summed, sgp.AutoSVGP(summed, grid), X, Y[0])

@@ -176,24 +176,11 @@ def find_groups(
     groups = []
     for sites, others in _components(terms, able, inside) if joint is not False else ():
         group = _group(program, depends, trace, sites, others, inside, latents)
-        beside = frozenset().union(*(term for term in terms.values() if term.intersection(sites))).intersection(gps)
-        if beside - set(able) or len({kinds[site] for site in group.sites}) > 1:
-            if named is not None:
-                msg = (
-                    f"`joint` names the GP sites {list(group.sites)}, whose posterior families hold their parameters "
-                    "in different ways. Give them one family."
-                )
-                raise ValueError(msg)
+        others_beside = _in_terms_with(sites, terms).intersection(gps) - set(able)
+        batch_shape = samples[sites[0]]["fn"].batch_shape
+        if not _has_one_form(group, kinds, others_beside, batch_shape, is_named=named is not None):
             continue
-        if kinds[group.sites[0]] == "rows":
-            batch_shape: tuple[int, ...] = samples[group.sites[0]]["fn"].batch_shape
-            if len(group.sites) > 1 or batch_shape:
-                if named is not None:
-                    raise ValueError(_several_in_rows(group))
-                if group.latents:
-                    warnings.warn(_several_in_rows(group), UserWarning, stacklevel=2)
-                continue
-        else:
+        if kinds[sites[0]] != "rows":
             group = dataclasses.replace(group, effects=_effects(program, depends, trace, group))
         size = sum(int(np.size(trace[name]["value"])) for name in group.dense)
         if size > _MOST_LATENTS and named is None:
@@ -204,7 +191,7 @@ def find_groups(
     taken = {site for group in groups for site in group.sites}
     free = [name for name in members if name not in taken and family(name).couples_rows]
     for sites, _ in _components(terms, free, []):
-        beside = frozenset().union(*(term for term in terms.values() if term.intersection(sites))).intersection(gps)
+        beside = _in_terms_with(sites, terms).intersection(gps)
         if coupled.keys() & set(sites) and beside == set(sites) and len({kinds[site] for site in sites}) == 1:
             groups.append(Group(tuple(sites), (), ()))
     taken = {site for group in groups for site in group.sites}
@@ -294,6 +281,45 @@ def _components(
             component = component.union(*touching)
             left = [one for one in left if one not in touching]
         yield [name for name in able if name in component], component & set(inside)
+
+
+def _in_terms_with(sites: Collection[str], terms: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    """All that meets some GP sites in terms."""
+    return frozenset().union(*(found for found in terms.values() if found.intersection(sites)))
+
+
+def _has_one_form(
+    group: Group,
+    kinds: Mapping[str, str | None],
+    others_beside: frozenset[str],
+    batch_shape: tuple[int, ...],
+    *,
+    is_named: bool,
+) -> bool:
+    """Whether the posteriors of a group can be one Gaussian.
+
+    Args:
+        group: the group.
+        kinds: how sites of each GP site are held.
+        others_beside: GP sites in its terms that cannot be in it.
+        batch_shape: of its first GP site.
+        is_named: whether the user asked for it, so that it raises.
+    """
+    if others_beside or len({kinds[site] for site in group.sites}) > 1:
+        if is_named:
+            msg = (
+                f"`joint` names the GP sites {list(group.sites)}, whose posterior families hold their parameters "
+                "in different ways. Give them one family."
+            )
+            raise ValueError(msg)
+        return False
+    if kinds[group.sites[0]] == "rows" and (len(group.sites) > 1 or batch_shape):
+        if is_named:
+            raise ValueError(_several_in_rows(group))
+        if group.latents:
+            warnings.warn(_several_in_rows(group), UserWarning, stacklevel=3)
+        return False
+    return True
 
 
 def _group(

@@ -116,7 +116,7 @@ class AbstractPosteriorFamily(ABC):
         del fitted, q, linear, precision
         msg = (
             f"`{type(self).__name__}` cannot take in rows after its training: its mean and covariance are not those of "
-            "one Gaussian with free parameters. Use `AutoTSVGP` or `AutoSVGP`."
+            "one Gaussian with free parameters. Use `AutoTSVGP`, or `AutoSVGP` with inducing inputs (M, D)."
         )
         raise TypeError(msg)
 

@@ -137,6 +137,10 @@ class Kronecker(AbstractPosteriorFamily):
     inducing: InducingGrid
     learn_inducing: bool = False
 
+    @property
+    def couples_rows(self) -> bool:
+        return False  # what integrates such terms needs dense roots of the covariance
+
     def gaussian(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> GridGaussian:
         inducing, m, s, R = self._parameters(param, prior, batch_shape)
         return GridGaussian(_Grid.of(inducing, prior.kernel, prior.relative_jitter), m, s, R)
