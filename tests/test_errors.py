@@ -381,10 +381,25 @@ MISTAKES = {
         ValueError,
         ("`natural=True`", "`InducingGrid`", "Leave it out", "`inducing=grid.Z`"),
     ),
+    "grid for another guide": (
+        lambda: start(model, TSVGP(model, GRID), X, y, optim=sgp.NaturalGradient()),
+        TypeError,
+        ("`inducing`", "`InducingGrid`", "`AutoSVGP(model, grid)`", "`grid.Z`"),
+    ),
+    "grid from a function": (
+        lambda: start(one_column, SVGP(one_column, lambda kernel, X, rng_key: GRID), X, y),
+        TypeError,
+        ("`InducingGrid`", "not from a function", "`grid.Z`"),
+    ),
+    "names in joint without natural": (
+        lambda: SVGP(model, Z, joint=("f", "noise")),
+        ValueError,
+        ("`joint=('f', 'noise')`", "`natural=True`", "`AutoTSVGP`"),
+    ),
     "grid and a kernel that is no product": (
         lambda: start(model, SVGP(model, GRID), X, y),
         TypeError,
-        ("`InducingGrid`", "product", "Matern52", "`Select(Matern32(...), [0]) * Select(Matern32(...), [1])`"),
+        ("`InducingGrid`", "[0] and [1]", "In Matern52", "`Select(Matern32(...), [0]) * Select(Matern32(...), [1])`"),
     ),
     "grid with an axis that the kernel does not look at": (
         lambda: start(one_column, SVGP(one_column, GRID), X, y),

@@ -274,10 +274,21 @@ def test_what_it_cannot_do_is_refused_with_what_to_do():
     kernel, grid = PROBLEMS["two axes"][1], sgp.InducingGrid.at(ONE, TWO)
     guide = sgp.AutoSVGP(site(kernel, 2, lambda f: dist.Normal(f, 0.5)), grid)
     params = initial_parameters(guide.model, guide, X, Y)
-    with pytest.raises(TypeError, match=r"`Kronecker` cannot take in rows.*`AutoSVGP` with inducing inputs \(M, D\)"):
+    with pytest.raises(TypeError, match=r"neither take in rows.*`grid.Z`, to `AutoTSVGP`"):
         guide.condition(params, X_NEW, Y[:7])
     with pytest.raises(TypeError, match=r"dense q\(u\), got GridProcess.*Draw values with"):
         guide.sample_functions(jax.random.key(0), params, X, num_samples=2)
     summed = site(kernel, 2, lambda f: dist.Normal(jnp.sum(f) ** 2, 1.0))
     with pytest.raises(ValueError, match="several rows"):
         initial_parameters(summed, sgp.AutoSVGP(summed, grid), X, Y[0])
+
+
+@pytest.mark.usefixtures("x64")
+def test_an_intercept_beside_it_is_independent_and_warned_of():
+    def with_level(X, y=None):
+        level = numpyro.sample("level", dist.Normal(0.0, 1.0))
+        f = numpyro.sample("f", sgp.GaussianProcess(PROBLEMS["two axes"][1], X[:, :2]))
+        numpyro.sample("y", dist.Normal(level + f, 0.5), obs=y)
+
+    with pytest.warns(UserWarning, match=r"'f', Kronecker, takes it to be independent of \['level'\]"):
+        initial_parameters(with_level, sgp.AutoSVGP(with_level, sgp.InducingGrid.at(ONE, TWO)), X, Y)

@@ -249,7 +249,7 @@ def _warn_of_families(
             msg = (
                 f"The posterior of the GP site {name!r}, {type(family(name)).__name__}, takes it to be independent "
                 f"of {found}, which meet it in terms of the model: the intervals of both are too narrow. Use tied "
-                "sites or natural parameters, or pass `joint=False` if this is meant."
+                "sites or natural parameters of inducing inputs (M, D), or pass `joint=False` if this is meant."
             )
             warnings.warn(msg, UserWarning, stacklevel=2)
 

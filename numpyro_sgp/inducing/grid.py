@@ -41,8 +41,8 @@ class InducingGrid(AbstractPoints):
         """A grid of given points.
 
         Args:
-            axes: points of each axis in ascending order of columns: (M_d,), or (M_d, D_d) for an axis of several
-                columns.
+            axes: points of each axis, the axes in the order of the columns of X: (M_d,), or (M_d, D_d) for an axis of
+                several columns.
 
         Raises:
             ValueError: an axis without points, or with NaN.
@@ -66,10 +66,9 @@ class InducingGrid(AbstractPoints):
             msg = f"`sizes` must be a number above 1 for each column of `X`, got {tuple(sizes)} for X of shape {shape}."
             raise ValueError(msg)
         X = np.asarray(X)
-        low, high = X.min(axis=0), X.max(axis=0)
-        return cls.at(
-            *(np.linspace(*ends, size, dtype=low.dtype) for *ends, size in zip(low, high, sizes, strict=True))
-        )
+        X = X if np.issubdtype(X.dtype, np.floating) else X.astype(float)
+        ends = zip(X.min(axis=0), X.max(axis=0), sizes, strict=True)
+        return cls.at(*(np.linspace(low, high, size, dtype=X.dtype) for low, high, size in ends))
 
     @property
     def sizes(self) -> tuple[int, ...]:

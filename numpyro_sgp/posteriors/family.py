@@ -18,7 +18,7 @@ from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp._internal.pytrees import own_copy
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
-from numpyro_sgp.inducing import AbstractInducing, GrowingInducing, as_inducing, check_width
+from numpyro_sgp.inducing import AbstractInducing, GrowingInducing, InducingGrid, as_inducing, check_width
 from numpyro_sgp.kernels.functional import AbstractFunctional, nodes_of, same_rows
 from numpyro_sgp.math.linalg import cholesky
 from numpyro_sgp.posteriors.gaussian import AbstractGaussian
@@ -116,7 +116,7 @@ class AbstractPosteriorFamily(ABC):
         del fitted, q, linear, precision
         msg = (
             f"`{type(self).__name__}` cannot take in rows after its training: its mean and covariance are not those of "
-            "one Gaussian with free parameters. Use `AutoTSVGP`, or `AutoSVGP` with inducing inputs (M, D)."
+            "one Gaussian with free parameters. Use `AutoTSVGP` or `AutoSVGP`."
         )
         raise TypeError(msg)
 
@@ -188,6 +188,8 @@ def inducing_param(
     learn_inducing: bool,
     symbol: str = "inducing",
     argument: str = "inducing",
+    *,
+    takes_grids: bool = False,
 ) -> AbstractInducing:
     """The inducing object of a site, kept among the parameters so that they alone suffice for prediction.
 
@@ -199,10 +201,11 @@ def inducing_param(
         learn_inducing: whether to train it.
         symbol: of the parameter.
         argument: what the user calls it.
+        takes_grids: whether the family has no matrix of all values at an `InducingGrid`.
 
     Raises:
         ValueError: the inducing object has another number of columns than X.
-        TypeError: inducing inputs that grow, at a site of functionals.
+        TypeError: inducing inputs that grow, at a site of functionals; an `InducingGrid` that is not taken.
     """
 
     def init(rng_key: Array) -> AbstractInducing:
@@ -211,6 +214,12 @@ def inducing_param(
             msg = (
                 f"Growing inducing inputs are rows of `X`, and this site has functionals, {type(prior.X).__name__}. "
                 "Give inducing inputs, or choose them from its `nodes`, as with `kmeans`."
+            )
+            raise TypeError(msg)
+        if isinstance(made, InducingGrid) and not takes_grids:
+            msg = (
+                f"`{argument}` is an `InducingGrid`, which `AutoSVGP(model, grid)` takes, itself and not from a "
+                "function: then no matrix has all its values. Elsewhere give inducing inputs (M, D), `grid.Z`."
             )
             raise TypeError(msg)
         # The caller's array stays the caller's, also where the state is donated.

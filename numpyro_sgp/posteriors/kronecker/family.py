@@ -19,7 +19,7 @@ from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, at_prior, ind
 from numpyro_sgp.posteriors.gaussian import AbstractGaussian
 from numpyro_sgp.posteriors.kronecker.formulas import deviation_of, grid_moments, log_root
 from numpyro_sgp.posteriors.moments import Moments
-from numpyro_sgp.posteriors.parameters import Parameters
+from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
 from numpyro_sgp.posteriors.process import AbstractProcess, prior_at
 
 __all__ = ["Kronecker"]
@@ -60,9 +60,10 @@ def _factors(inducing: InducingGrid, kernel: Callable) -> tuple[Callable, ...]:
         found = factors(kernel, inducing.groups, inducing.width)
     except NotAProductError as error:
         msg = (
-            f"An `InducingGrid` needs a kernel that is a product of one kernel for each axis, and {error.args[0]} in "
-            f"{named(kernel, inducing.width)} is none. Write it as `Select(Matern32(...), [0]) * "
-            "Select(Matern32(...), [1])`, or give inducing inputs (M, D)."
+            f"An `InducingGrid` needs a kernel that is a product of one kernel for each axis, of the columns "
+            f"{' and '.join(str(list(group)) for group in inducing.groups)}. In {named(kernel, inducing.width)}, "
+            f"{error.args[0]} is none. A product is `Select(Matern32(...), {list(inducing.groups[0])}) * "
+            f"Select(Matern32(...), {list(inducing.groups[-1])})`; any kernel goes with `inducing=grid.Z`."
         )
         raise TypeError(msg) from None
     if None in found:
@@ -146,12 +147,20 @@ class Kronecker(AbstractPosteriorFamily):
         return GridGaussian(_Grid.of(inducing, prior.kernel, prior.relative_jitter), m, s, R)
 
     def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
-        inducing, *values = self._parameters(param, prior, batch_shape)
+        inducing, m, s, R = self._parameters(param, prior, batch_shape)
         if is_initial(param, "m", "s"):
             _factors(inducing, prior.kernel)
             return at_prior(prior.kernel, prior.X)
         grid = _Grid.of(inducing, prior.kernel, prior.relative_jitter)
-        return GridGaussian(grid, *values).moments(prior.kernel, prior.X)
+        return GridGaussian(grid, m, s, R).moments(prior.kernel, prior.X)
+
+    def updated(self, fitted: FittedParameters, q: SparsePosterior, linear: Array, precision: Array) -> dict[str, Any]:
+        del fitted, q, linear, precision
+        msg = (
+            "A posterior on an `InducingGrid` can neither take in rows after its training nor give them back. Train on "
+            "all rows, or give the grid as inducing inputs (M, D), `grid.Z`, to `AutoTSVGP` or `AutoSVGP`."
+        )
+        raise TypeError(msg)
 
     def _parameters(
         self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]
@@ -162,7 +171,7 @@ class Kronecker(AbstractPosteriorFamily):
                 "with a grid is no product. Give inducing inputs (M, D)."
             )
             raise TypeError(msg)
-        inducing = inducing_param(param, self.inducing, prior, self.learn_inducing)
+        inducing = inducing_param(param, self.inducing, prior, self.learn_inducing, takes_grids=True)
         assert isinstance(inducing, InducingGrid)
         shape, dtype = (*batch_shape, *inducing.sizes), prior.X.dtype
         m, s = param("m", jnp.zeros(shape, dtype)), param("s", jnp.ones(shape, dtype))

@@ -184,7 +184,8 @@ class AutoSVGP(AbstractAutoSparseGP):
         model: a NumPyro model with `GaussianProcess` sites.
         inducing: inducing inputs (M, D), an inducing object, a dict of them by site, or a function
             `(kernel, X, rng_key)` that makes them when the guide is initialised. An `InducingGrid` itself, not from a
-            function, has a covariance that is no matrix of M × M: see `Kronecker`.
+            function, has a covariance that is no matrix of M × M (see `Kronecker`); f is independent of latents beside
+            it, with a warning.
         whiten: parametrise v with u = L v, L Lᵀ = Kuu (better conditioned), instead of u itself.
         natural: hold q by natural parameters, for the optimizer `NaturalGradient`.
         base: guide for the other latents: an autoguide class, or a guide. A class starts a latent at what was observed
@@ -198,8 +199,8 @@ class AutoSVGP(AbstractAutoSparseGP):
         prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
 
     Raises:
-        ValueError: `natural` without `whiten`; inducing inputs of another width than X; an `InducingGrid` with
-            `natural`, `init_from`, or without `whiten`.
+        ValueError: `natural` without `whiten`; names in `joint` without `natural`; inducing inputs of another width
+            than X; an `InducingGrid` with `natural`, `init_from`, or without `whiten`.
         TypeError: an `InducingGrid` with a kernel that is no product over its axes.
 
     References:
@@ -231,7 +232,13 @@ class AutoSVGP(AbstractAutoSparseGP):
         self.learn_inducing = learn_inducing
         self.init_from = init_from
         self._family = NaturalWhitened if natural else Whitened if whiten else Unwhitened
-        super().__init__(model, base=base, prefix=prefix, joint=joint if natural else False)
+        if not natural and isinstance(joint, tuple | list):
+            msg = f"`joint={joint!r}` was given without `natural=True`, which it needs. Or use `AutoTSVGP`."
+            raise ValueError(msg)
+        # A grid is no place for effects: with "auto", what is left out is warned of.
+        chosen = inducing.values() if isinstance(inducing, Mapping) else (inducing,)
+        has_grid = any(isinstance(each, InducingGrid) for each in chosen)
+        super().__init__(model, base=base, prefix=prefix, joint=joint if natural or has_grid else False)
 
     def family(self, site: str) -> AbstractPosteriorFamily:
         inducing, start = for_site(self.inducing, site, "inducing"), started_at(self.init_from, site)
