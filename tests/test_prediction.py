@@ -359,6 +359,17 @@ def test_an_autoguide_of_the_user_predicts_outcomes_by_the_likelihood_in_a_fresh
         assert np.all(np.abs(np.log(draws["noise"]) - params["noise_auto_loc"]) < 5 * params["noise_auto_scale"])
 
 
+def test_a_guide_that_was_not_run_before_draws_what_one_that_was_draws():
+    guide = sgp.AutoSVGP(continuous, Z)
+    params = arbitrary_parameters(continuous, guide, X, y)
+    key = jax.random.key(3)
+    known = guide.posterior(key, params, X_new)["f"].mean
+    for _ in range(2):
+        assert_allclose(sgp.AutoSVGP(continuous, Z).posterior(key, params, X_new)["f"].mean, known)
+    first, second = (guide.posterior(each, params, X_new)["f"].mean for each in jax.random.split(key))
+    assert np.max(np.abs(first - second)) > 1e-3
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", representative(["tied", "dense"], ["tied"]))
 def test_a_pickled_guide_predicts_the_same_after_a_run(name):

@@ -85,6 +85,10 @@ class BaseGuide:
 
         with HiddenSamples(hide_fn=hides), handlers.trace() as trace:
             try:
+                if first and predicting:
+                    # It looks for its latents with random numbers of its own, so that draws are those of later runs.
+                    with handlers.block(), handlers.seed(rng_seed=0):
+                        self.guide(*args, **kwargs)
                 self.guide(*args, **kwargs)
             except RuntimeError as error:
                 # The model's density is zero at the start: NumPyro may try others.
