@@ -411,6 +411,11 @@ MISTAKES = {
         ValueError,
         ("`sizes`", "each column of `X`", "(3,)", "(7, 2)"),
     ),
+    "grid over a constant column": (
+        lambda: sgp.InducingGrid.over(np.c_[X[:, 0], np.ones(7)], (3, 2)),
+        ValueError,
+        ("Columns [1]", "constant", "Drop them"),
+    ),
     "grid for functionals": (
         lambda: start(of_differences, SVGP(of_differences, GRID), X, y),
         TypeError,

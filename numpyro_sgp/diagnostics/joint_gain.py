@@ -40,7 +40,7 @@ def joint_gain(rng_key: Array, svi: SVI, *model_args: Any, num_steps: int = 1000
 
     Raises:
         TypeError: the guide is not one of this package.
-        ValueError: nothing in the model can be joint.
+        ValueError: the guide takes nothing in the model to be joint.
     """
     num_steps = at_least(10, "num_steps", num_steps, "The default is 1000.")
     if not isinstance(svi.guide, AbstractAutoSparseGP):
@@ -53,7 +53,10 @@ def joint_gain(rng_key: Array, svi: SVI, *model_args: Any, num_steps: int = 1000
         result = fit.run(rng_key, num_steps, *model_args, progress_bar=False, **model_kwargs)
         groups = guide.joint_groups(result.params)
         if joint == "auto" and not any(len(group.sites) + len(group.latents) > 1 for group in groups):
-            msg = "No GP site of the model is joint with another latent or GP site. There is nothing to gain."
+            msg = (
+                "This guide takes no GP site of the model to be joint with another latent or GP site: with it there is "
+                "nothing to gain. If the model has latents beside f, try AutoTSVGP or AutoSVGP(natural=True)."
+            )
             raise ValueError(msg)
         bounds.append(-np.asarray(result.losses[-(num_steps // 10) :]))
     nats = np.mean(bounds[0]) - np.mean(bounds[1])

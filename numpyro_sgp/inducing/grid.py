@@ -59,7 +59,7 @@ class InducingGrid(AbstractPoints):
             sizes: number of points for each column, at least 2.
 
         Raises:
-            ValueError: sizes that do not belong to the columns, or below 2.
+            ValueError: sizes that do not belong to the columns, or below 2; a column that is constant.
         """
         shape = np.shape(X)
         if len(shape) != 2 or len(sizes) != shape[1] or min(sizes) < 2:
@@ -67,8 +67,12 @@ class InducingGrid(AbstractPoints):
             raise ValueError(msg)
         X = np.asarray(X)
         X = X if np.issubdtype(X.dtype, np.floating) else X.astype(float)
-        ends = zip(X.min(axis=0), X.max(axis=0), sizes, strict=True)
-        return cls.at(*(np.linspace(low, high, size, dtype=X.dtype) for low, high, size in ends))
+        low, high = X.min(axis=0), X.max(axis=0)
+        if np.any(low == high):
+            constant = np.flatnonzero(low == high).tolist()
+            msg = f"Columns {constant} of `X` are constant: a grid over them is one point many times. Drop them."
+            raise ValueError(msg)
+        return cls.at(*(np.linspace(*ends, dtype=X.dtype) for ends in zip(low, high, sizes, strict=True)))
 
     @property
     def sizes(self) -> tuple[int, ...]:
