@@ -52,6 +52,19 @@ def site(kernel, D, likelihood=lambda f: dist.StudentT(4.0, f, 0.5)):
     return model
 
 
+# Latents beside f: a level and two effects.
+W = rng.normal(size=(20, 2))
+NOISE, LEVEL, EFFECT = 0.5, (0.3, 2.0), 0.7
+
+
+def with_effects(X, W, y=None, num_data=None):
+    level = numpyro.sample("level", dist.Normal(*LEVEL))
+    f = numpyro.sample("f", sgp.GaussianProcess(PROBLEMS["two axes"][1], X[:, :2], jitter=JITTER))
+    effects = numpyro.sample("effects", dist.Normal(0.0, EFFECT).expand([2]).to_event(1))
+    with numpyro.plate("rows", num_data or len(X), subsample_size=len(X)):
+        numpyro.sample("y", dist.Normal(level + f + W @ effects, NOISE), obs=y)
+
+
 def values(sizes, batch=()):
     """m, s and R of a posterior far from the prior."""
     rng = np.random.default_rng(1)
@@ -209,10 +222,11 @@ def test_training_makes_no_array_of_the_size_of_a_dense_one():
     grid = sgp.InducingGrid.at(np.linspace(0.0, 30.0, 30), np.linspace(0.0, 30.0, 31))
     model = site(PROBLEMS["two axes"][1], 2)
     svi = SVI(model, sgp.AutoSVGP(model, grid), optax.adam(0.05), sgp.QuadratureELBO())
-    state = svi.init(jax.random.key(0), X, Y)
-    program = jax.make_jaxpr(svi.update)(state, X, Y).jaxpr
-    largest = max(np.prod(v.aval.shape, dtype=int) for e in equations(program) for v in e.outvars)
-    assert largest < grid.num_inducing * len(X)
+    beside = SVI(with_effects, sgp.AutoSVGP(with_effects, grid), optax.adam(0.05), sgp.QuadratureELBO())
+    for each, args in ((svi, (X, Y)), (beside, (X, W, Y))):
+        program = jax.make_jaxpr(each.update)(each.init(jax.random.key(0), *args), *args).jaxpr
+        largest = max(np.prod(v.aval.shape, dtype=int) for e in equations(program) for v in e.outvars)
+        assert largest < grid.num_inducing * len(X)
 
 
 def test_it_trains_in_float32():
@@ -283,12 +297,125 @@ def test_what_it_cannot_do_is_refused_with_what_to_do():
         initial_parameters(summed, sgp.AutoSVGP(summed, grid), X, Y[0])
 
 
-@pytest.mark.usefixtures("x64")
-def test_an_intercept_beside_it_is_independent_and_warned_of():
-    def with_level(X, y=None):
-        level = numpyro.sample("level", dist.Normal(0.0, 1.0))
-        f = numpyro.sample("f", sgp.GaussianProcess(PROBLEMS["two axes"][1], X[:, :2]))
-        numpyro.sample("y", dist.Normal(level + f, 0.5), obs=y)
+@pytest.fixture
+def joint(x64):
+    """Guide and parameters of a posterior far from the prior; mean and covariance of (v, ω), and what w is of ω."""
+    grid = sgp.InducingGrid.at(ONE, TWO)
+    guide = sgp.AutoSVGP(with_effects, grid)
+    own = values(grid.sizes)
+    rng = np.random.default_rng(2)
+    mu, T, C = rng.normal(size=3), np.tril(0.3 * rng.normal(size=(3, 3))) + 0.5 * np.eye(3), rng.normal(size=(3, 4, 3))
+    own |= {"f_auto_latents": mu, "f_auto_latents_sqrt": T, "f_auto_slopes": C}
+    start = initial_parameters(with_effects, guide, X, W, Y)
+    assert own.keys() <= start.keys()
+    params = {**start, **jax.tree.map(jnp.asarray, own)}
+    root = np.kron(own["f_auto_R1"], own["f_auto_R2"]) * own["f_auto_s"].ravel()
+    moved = T.T @ C.reshape(3, -1)
+    S = np.block([[root @ root.T + moved.T @ moved, moved.T @ T.T], [T @ moved, T @ T.T]])
+    m = np.concatenate([own["f_auto_m"].ravel(), mu])
+    return guide, params, m, S, np.diag([LEVEL[1], EFFECT, EFFECT])
 
-    with pytest.warns(UserWarning, match=r"'f', Kronecker, takes it to be independent of \['level'\]"):
-        initial_parameters(with_level, sgp.AutoSVGP(with_level, sgp.InducingGrid.at(ONE, TWO)), X, Y)
+
+def loadings(grid, rows):
+    """A with f = Aᵀv + rest, and the variances of the rest."""
+    kernel, Z = PROBLEMS["two axes"][1], np.asarray(grid.Z)
+    L = np.linalg.cholesky(np.asarray(kernel(Z, Z)) + JITTER * np.eye(len(Z)))
+    A = np.linalg.solve(L, np.asarray(kernel(Z, rows[:, :2])))
+    return A, np.asarray(kernel(rows[:, :2], rows[:, :2])) - A.T @ A
+
+
+def test_with_effects_beside_f_it_is_one_gaussian_as_dense_algebra_has_it(joint):
+    guide, params, m, S, scales = joint
+    M = len(m) - 3
+    A, rest = loadings(guide.inducing, X)
+    design = np.c_[np.ones(20), W] @ scales
+    B = np.concatenate([A, design.T])
+    seen, rest = np.diag(B.T @ S @ B), np.diag(rest)
+    error = Y - B.T @ m - LEVEL[0]
+    rows = -0.5 * (np.log(2.0 * np.pi * NOISE**2) + (error**2 + seen) / NOISE**2)
+    kl = 0.5 * (np.trace(S) + m @ m - len(m) - np.linalg.slogdet(S)[1])
+    some = slice(0, 5)
+    for bound, of_rest in (("titsias", rest / NOISE**2), ("tight", np.log1p(rest / NOISE**2))):
+        loss = sgp.QuadratureELBO(bound=bound)
+        each = rows - 0.5 * of_rest
+        found = loss.loss(jax.random.key(0), params, with_effects, guide, X, W, Y)
+        assert_allclose(found, kl - np.sum(each), rtol=1e-9)
+        # On a batch, the terms of its rows count N / B times.
+        batch = X[some], W[some], Y[some]
+        found = loss.loss(jax.random.key(0), params, with_effects, guide, *batch, num_data=20)
+        assert_allclose(found, kl - 4.0 * np.sum(each[some]), rtol=1e-9)
+    # Elsewhere, whatever the effects are.
+    A, rest = loadings(guide.inducing, X_NEW)
+    args = X_NEW, W[:7]
+    q = guide.posterior(jax.random.key(0), params, *args)["f"]
+    process = sgp.process_posterior(guide, jax.random.key(0), params, *args)["f"]
+    for found in (q, process.posterior(X_NEW[:, :2])):
+        assert_allclose(found.mean, A.T @ m[:M], atol=1e-9)
+        assert_allclose(found.covariance(), rest + A.T @ S[:M, :M] @ A, atol=1e-9)
+        assert_allclose(found.variance, np.diag(rest + A.T @ S[:M, :M] @ A), atol=1e-9)
+        of_u = found.moments.covariance.of_inducing()
+        assert_allclose(found.moments.covariance.variance_of_inducing(), np.diag(of_u), rtol=1e-9)
+    assert_allclose(q.kl, kl, rtol=1e-9)
+    S_v = S[:M, :M]
+    kl_v = 0.5 * (np.trace(S_v) + m[:M] @ m[:M] - M - np.linalg.slogdet(S_v)[1])
+    assert_allclose(process.posterior(X_NEW[:, :2]).kl, kl_v, rtol=1e-9)
+    sd = np.sqrt(np.diag(scales @ S[M:, M:] @ scales))
+    low = guide.quantiles(params, [0.16], *args)
+    z = -0.994457883209753
+    mean = scales @ m[M:]
+    assert_allclose(low["level"][0], LEVEL[0] + mean[0] + z * sd[0], rtol=1e-6)
+    assert_allclose(low["effects"][0], mean[1:] + z * sd[1:], rtol=1e-6)
+
+
+def test_the_log_ratio_of_a_draw_with_effects_is_that_of_dense_algebra(joint):
+    guide, params, m, S, _ = joint
+    M = len(m) - 3
+    process = sgp.process_posterior(guide, jax.random.key(0), params, X, W)["f"]
+    noise = rng.normal(size=(3, M + 3))
+    # v of the process, from which its log ratio is that of N(m, S) against N(0, I).
+    T, s = np.asarray(params["f_auto_latents_sqrt"]), np.asarray(params["f_auto_s"]).ravel()
+    root = np.kron(params["f_auto_R1"], params["f_auto_R2"]) * s
+    v = m[:M] + noise[:, :M] @ root.T + noise[:, M:] @ T.T @ np.asarray(params["f_auto_slopes"]).reshape(3, -1)
+    deviation = v - m[:M]
+    quadratic = np.sum(deviation * np.linalg.solve(S[:M, :M], deviation.T).T, axis=1)
+    expected = 0.5 * (np.sum(v**2, axis=1) - quadratic - np.linalg.slogdet(S[:M, :M])[1])
+    assert_allclose(process.log_ratio(noise), expected, rtol=1e-9)
+
+
+@pytest.mark.thorough
+def test_draws_with_effects_have_their_covariance_and_importance_ratios_average_to_the_bound(joint):
+    guide, params, m, S, scales = joint
+    A, rest = loadings(guide.inducing, X_NEW)
+    draws = guide.sample_posterior(jax.random.key(1), params, X_NEW, W[:7], sample_shape=(20_000,))
+    found = np.c_[draws["f"], draws["level"], draws["effects"]]
+    B = np.block([[A, np.zeros((len(A), 3))], [np.zeros((3, 7)), scales]])
+    expected = B.T @ S @ B
+    expected[:7, :7] += np.diag(np.diag(rest))  # a likelihood of single rows needs no more
+    assert_allclose(found.mean(axis=0), B.T @ m + np.r_[np.zeros(7), LEVEL[0], 0.0, 0.0], atol=0.05)
+    of_rest = np.ix_(range(7), range(7))
+    difference = np.cov(found.T) - expected
+    difference[of_rest] = np.diag(np.diag(difference[of_rest]))
+    assert np.max(np.abs(difference)) < 0.06 * np.max(expected)
+    svi = SVI(with_effects, guide, optax.adam(0.1), sgp.QuadratureELBO())
+    loss = sgp.QuadratureELBO(bound="titsias").loss(jax.random.key(1), params, with_effects, guide, X, W, Y)
+    ratios = log_importance_ratios(jax.random.key(3), svi, params, X, W, Y, num_samples=4000)
+    assert abs(np.mean(ratios) + loss) < 5.0 * np.std(ratios) / np.sqrt(4000.0)
+
+
+@pytest.mark.usefixtures("x64")
+def test_what_is_joint_can_be_named_and_other_sites_are_warned_of():
+    grid = sgp.InducingGrid.at(ONE, TWO)
+    named = sgp.AutoSVGP(with_effects, grid, joint=("f", "level"))
+    params = initial_parameters(with_effects, named, X, W, Y)
+    assert params["f_auto_latents"].shape == (1,)
+    assert "effects_auto_loc" in params
+    with pytest.raises(TypeError, match="neither take in rows"):
+        named.condition(params, X_NEW, W[:7], Y[:7])
+
+    def two(X, y=None):
+        level = numpyro.sample("level", dist.Normal(0.0, 1.0))
+        f, g = (numpyro.sample(name, sgp.GaussianProcess(PROBLEMS["two axes"][1], X[:, :2])) for name in "fg")
+        numpyro.sample("y", dist.Normal(level + f + g, 0.5), obs=y)
+
+    with pytest.warns(UserWarning, match="several functions with inducing inputs on a grid, in the same terms"):
+        initial_parameters(two, sgp.AutoSVGP(two, grid), X, Y)

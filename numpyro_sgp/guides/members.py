@@ -35,6 +35,8 @@ Joint = bool | str | tuple[str, ...]
 _GAUSSIAN = (dist.Normal, dist.MultivariateNormal, dist.LogNormal)
 # Latents that are many beside the inducing variables make a step slower: their block is dense.
 _MOST_LATENTS = 1000
+# Joint posteriors of one GP site and one latent of it, and what they have.
+_OF_ONE_SITE = {"rows": "a site in each row", "grid": "inducing inputs on a grid"}
 # Effects of groups of which each row has one are eliminated one by one, which pays from here on.
 _FEWEST_EFFECTS, _MOST_EFFECTS = 64, 100_000
 
@@ -180,7 +182,7 @@ def find_groups(
         batch_shape = samples[sites[0]]["fn"].batch_shape
         if not _has_one_form(group, kinds, others_beside, batch_shape, is_named=named is not None):
             continue
-        if kinds[sites[0]] != "rows":
+        if kinds[sites[0]] not in _OF_ONE_SITE:
             group = dataclasses.replace(group, effects=_effects(program, depends, trace, group))
         size = sum(int(np.size(trace[name]["value"])) for name in group.dense)
         if size > _MOST_LATENTS and named is None:
@@ -254,9 +256,9 @@ def _warn_of_families(
             warnings.warn(msg, UserWarning, stacklevel=2)
 
 
-def _several_in_rows(group: Group) -> str:
+def _several(group: Group, what: str) -> str:
     return (
-        f"The GP sites {list(group.sites)} are several functions with a site in each row, in the same terms, and their "
+        f"The GP sites {list(group.sites)} are several functions with {what}, in the same terms, and their "
         f"posteriors are independent of each other and of {list(group.latents)}: the intervals of all are too narrow. "
         "Write one site, with the sum of their kernels, or pass `joint=False` if this is meant."
     )
@@ -313,11 +315,13 @@ def _has_one_form(
             )
             raise ValueError(msg)
         return False
-    if kinds[group.sites[0]] == "rows" and (len(group.sites) > 1 or batch_shape):
+    kind = kinds[group.sites[0]]
+    if kind in _OF_ONE_SITE and (len(group.sites) > 1 or batch_shape):
+        message = _several(group, _OF_ONE_SITE[kind])
         if is_named:
-            raise ValueError(_several_in_rows(group))
+            raise ValueError(message)
         if group.latents:
-            warnings.warn(_several_in_rows(group), UserWarning, stacklevel=3)
+            warnings.warn(message, UserWarning, stacklevel=3)
         return False
     return True
 

@@ -28,6 +28,7 @@ from numpyro_sgp.guides.handlers import (
 )
 from numpyro_sgp.guides.independent import IndependentRun
 from numpyro_sgp.guides.joint import JointRun
+from numpyro_sgp.guides.joint_grid import GridRun
 from numpyro_sgp.guides.joint_rows import RowsRun
 from numpyro_sgp.guides.joint_run import AbstractJointRun
 from numpyro_sgp.guides.members import Group, Joint, checked_joint, find_groups
@@ -36,6 +37,7 @@ from numpyro_sgp.guides.parameters import SiteParameters, parameter, with_candid
 from numpyro_sgp.guides.row_dependence import refuse_new, unsure_terms
 from numpyro_sgp.posteriors.decoupled.coefficients import ProbedCoefficients
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, AbstractRowFamily
+from numpyro_sgp.posteriors.kronecker.family import Kronecker
 from numpyro_sgp.posteriors.moments import frozen
 
 __all__ = ["AbstractGuideRun"]
@@ -230,6 +232,8 @@ class AbstractGuideRun(AutoGuide):
             run: AbstractJointRun
             if isinstance(family, AbstractRowFamily):
                 run = RowsRun(group, trace, model, family, self.prefix, predicting)
+            elif isinstance(family, Kronecker):
+                run = GridRun(group, trace, model, family, self.prefix, predicting)
             else:
                 run = JointRun(group, trace, model, self.family, self.prefix, predicting, frozen=self._frozen)
             base_trace.update(run.latents)

@@ -61,9 +61,9 @@ class AbstractPosteriorFamily(ABC):
 
     @property
     def joins(self) -> str | None:
-        """How sites of one Gaussian over GPs and latents are held: "projected", "whitened", "rows", or None.
+        """How one Gaussian over GPs and latents is held: "projected", "whitened", "rows", "grid", or None.
 
-        "rows" is for one GP site of one latent, and an `AbstractRowFamily`.
+        "rows", of an `AbstractRowFamily`, and "grid" are for one GP site of one latent.
         """
         return None
 

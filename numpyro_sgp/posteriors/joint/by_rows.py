@@ -250,8 +250,8 @@ class JointByRows(AbstractJointGaussian):
     """q(f, w), by what is known of f at the rows of the model.
 
     Attributes:
-        value: sites of w, (P,) and (P, P), perturbed or not.
-        sites: those of f and between the two, perturbed or not.
+        value: sites of w, (P,) and (P, P), perturbed or not; None where mean and covariance are not held by sites.
+        sites: those of f and between the two, perturbed or not; or None.
         zero: the perturbation of these as one of sites of the rows; None where there is none.
         L: Cholesky factor of B, (P, P).
         mean: E[v], v = L⁻¹w, (P,).
@@ -260,15 +260,15 @@ class JointByRows(AbstractJointGaussian):
         rest: the variance of the other part, (N,).
         G: LᵀG, so that E[f | w] = m − (LᵀG)ᵀv, (P, N).
         kl: the divergence.
-        log_z: log Z of all sites.
+        log_z: log Z of all sites, or None.
         offset: prior mean of w, which is centred above, (P,).
         root: R with R Rᵀ = B, (P, P).
         effect_variance: of effects of groups: there are none, (0,).
         spans: where the site begins.
     """
 
-    value: JointSites | Perturbed
-    sites: RowSites | PairSites | Perturbed
+    value: JointSites | Perturbed | None
+    sites: RowSites | PairSites | Perturbed | None
     zero: Perturbation | None
     L: Array
     mean: Array
@@ -277,7 +277,7 @@ class JointByRows(AbstractJointGaussian):
     rest: Array
     G: Array
     kl: Array
-    log_z: Array
+    log_z: Array | None
     offset: Array
     root: Array
     effect_variance: Array

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax import Array
@@ -15,14 +15,15 @@ from numpyro_sgp.inducing import InducingGrid
 from numpyro_sgp.kernels.columns import NotAProductError, factors, named
 from numpyro_sgp.kernels.functional import AbstractFunctional
 from numpyro_sgp.math.linalg import cholesky, solve_lower
+from numpyro_sgp.math.products import matmul
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, at_prior, inducing_param, is_initial
 from numpyro_sgp.posteriors.gaussian import AbstractGaussian
-from numpyro_sgp.posteriors.kronecker.formulas import deviation_of, grid_moments, log_root
+from numpyro_sgp.posteriors.kronecker.formulas import deviation_of, grid_moments, in_units_of_root, log_root
 from numpyro_sgp.posteriors.moments import Moments
 from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
 from numpyro_sgp.posteriors.process import AbstractProcess, prior_at
 
-__all__ = ["Kronecker"]
+__all__ = ["GridGaussian", "Kronecker"]
 
 
 @jax.tree_util.register_dataclass
@@ -79,22 +80,24 @@ def _factors(inducing: InducingGrid, kernel: Callable) -> tuple[Callable, ...]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GridGaussian(AbstractGaussian):
-    """q(v) = N(m, R diag(s²) Rᵀ), R = R₁ ⊗ R₂ ⊗ …, u = (L₁ ⊗ L₂ ⊗ …) v.
+    """q(v) = N(m, R diag(s²) Rᵀ + TᵀT), R = R₁ ⊗ R₂ ⊗ …, u = (L₁ ⊗ L₂ ⊗ …) v.
 
     Attributes:
         grid: the grid, whose kernel is the prior's.
         m: (..., M₁, M₂, …).
         s: (..., M₁, M₂, …).
         R: of each axis, (..., M_d, M_d).
+        T: what other latents move, (P, M₁, M₂, …); None where there are none.
     """
 
     grid: _Grid
     m: Array
     s: Array
     R: tuple[Array, ...]
+    T: Array | None = None
 
     def moments(self, kernel: Callable, X: Array) -> Moments:
-        return grid_moments(self.m, self.s, self.R, self.grid.whitened(X), kernel(X))
+        return grid_moments(self.m, self.s, self.R, self.grid.whitened(X), kernel(X), self.T)
 
     def process(self, q: SparsePosterior) -> "GridProcess":
         prior = q.prior
@@ -118,9 +121,20 @@ class GridProcess(AbstractProcess):
 
     def log_ratio(self, noise: Array) -> Array:
         q = self.gaussian
-        v = q.m + deviation_of(noise.reshape(*noise.shape[:-1], *q.grid.inducing.sizes), q.s, q.R)
-        squares = jnp.sum(v * v, axis=tuple(range(-len(q.R), 0))) - jnp.sum(noise * noise, axis=-1)
-        return 0.5 * squares - log_root(q.s, q.R)
+        axes, sizes = tuple(range(-len(q.R), 0)), q.grid.inducing.sizes
+        own, of_latents = jnp.split(noise, [q.grid.inducing.num_inducing], axis=-1)
+        v = q.m + deviation_of(own.reshape(*own.shape[:-1], *sizes), q.s, q.R)
+        if q.T is None:
+            squares = jnp.sum(own * own, axis=-1)
+        else:
+            v = v + jnp.tensordot(of_latents, q.T, axes=1)
+            # x = (R diag(s))⁻¹(v − m), and xᵀ(I + YᵀY)⁻¹x without a matrix of M × M.
+            Y = in_units_of_root(q.T, q.s, q.R)
+            x = own + matmul(of_latents, Y)
+            projected = matmul(x, Y.mT)
+            inner = jnp.linalg.solve(jnp.eye(len(Y), dtype=Y.dtype) + matmul(Y, Y.mT), projected[..., None])[..., 0]
+            squares = jnp.sum(x * x, axis=-1) - jnp.sum(projected * inner, axis=-1)
+        return 0.5 * (jnp.sum(v * v, axis=axes) - squares) - log_root(q.s, q.R, q.T)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +151,10 @@ class Kronecker(AbstractPosteriorFamily):
 
     inducing: InducingGrid
     learn_inducing: bool = False
+
+    @property
+    def joins(self) -> str:
+        return "grid"
 
     @property
     def couples_rows(self) -> bool:
@@ -156,6 +174,10 @@ class Kronecker(AbstractPosteriorFamily):
 
     def updated(self, fitted: FittedParameters, q: SparsePosterior, linear: Array, precision: Array) -> dict[str, Any]:
         del fitted, q, linear, precision
+        self.check_more_rows()
+
+    def check_more_rows(self) -> NoReturn:
+        """Raise, as new rows cannot be taken in."""
         msg = (
             "A posterior on an `InducingGrid` can neither take in rows after its training nor give them back. Train on "
             "all rows, or give the grid as inducing inputs (M, D), `grid.Z`, to `AutoTSVGP` or `AutoSVGP`."

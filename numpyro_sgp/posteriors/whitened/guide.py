@@ -184,8 +184,7 @@ class AutoSVGP(AbstractAutoSparseGP):
         model: a NumPyro model with `GaussianProcess` sites.
         inducing: inducing inputs (M, D), an inducing object, a dict of them by site, or a function
             `(kernel, X, rng_key)` that makes them when the guide is initialised. An `InducingGrid` itself, not from a
-            function, has a covariance that is no matrix of M × M (see `Kronecker`); f is independent of latents beside
-            it, with a warning.
+            function, has a covariance that is no matrix of M × M (see `Kronecker`).
         whiten: parametrise v with u = L v, L Lᵀ = Kuu (better conditioned), instead of u itself.
         natural: hold q by natural parameters, for the optimizer `NaturalGradient`.
         base: guide for the other latents: an autoguide class, or a guide. A class starts a latent at what was observed
@@ -193,7 +192,8 @@ class AutoSVGP(AbstractAutoSparseGP):
         learn_inducing: whether to train the inducing inputs.
         joint: which GP sites and other latents have one joint Gaussian: "auto" for all that meet in a term of the
             model, False for none, or a tuple of names. Latents that a kernel or a prior mean depends on stay with
-            `base`, and so do those of a guide of your own or of `AutoDelta`. Without `natural` there is none.
+            `base`, and so do those of a guide of your own or of `AutoDelta`. Without `natural` there is none, but on
+            an `InducingGrid`.
         init_from: where to start in place of the prior: what `SparseGPRegression.condition` gives with the same
             inducing variables, or a dict of them by site.
         prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
@@ -232,13 +232,13 @@ class AutoSVGP(AbstractAutoSparseGP):
         self.learn_inducing = learn_inducing
         self.init_from = init_from
         self._family = NaturalWhitened if natural else Whitened if whiten else Unwhitened
-        if not natural and isinstance(joint, tuple | list):
+        # A grid has a joint posterior of its own, for any optimizer.
+        chosen = inducing.values() if isinstance(inducing, Mapping) else (inducing,)
+        joins = natural or any(isinstance(each, InducingGrid) for each in chosen)
+        if not joins and isinstance(joint, tuple | list):
             msg = f"`joint={joint!r}` was given without `natural=True`, which it needs. Or use `AutoTSVGP`."
             raise ValueError(msg)
-        # A grid is no place for effects: with "auto", what is left out is warned of.
-        chosen = inducing.values() if isinstance(inducing, Mapping) else (inducing,)
-        has_grid = any(isinstance(each, InducingGrid) for each in chosen)
-        super().__init__(model, base=base, prefix=prefix, joint=joint if natural or has_grid else False)
+        super().__init__(model, base=base, prefix=prefix, joint=joint if joins else False)
 
     def family(self, site: str) -> AbstractPosteriorFamily:
         inducing, start = for_site(self.inducing, site, "inducing"), started_at(self.init_from, site)
