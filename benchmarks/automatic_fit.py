@@ -9,7 +9,10 @@ rows are beside the dense GP at the best mode of its exact posterior density fro
 its own, whose processor time counts from its start to the last parameter, imports and compilation included.
 
     python benchmarks/automatic_fit.py --data yacht.npz magic.npz --folds 0 1 --gpflow PYTHON --output results
+    python benchmarks/automatic_fit.py --data kin40k.npz --budget 140 --output results
     python benchmarks/automatic_fit.py --nuts --output results
+
+With `--budget` there is `fit` alone, with so many seconds, and the result has a file of its own.
 """
 
 import argparse
@@ -59,7 +62,7 @@ def ours(p: dict, binary: bool, reduced: bool) -> dict:
         with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
             numpyro.sample("y", dist.Bernoulli(logits=f) if noise is None else dist.Normal(f, noise), obs=y)
 
-    options = {"num_inducing": 5, "num_steps": 5} if reduced else {}
+    options = {"num_inducing": 5, "num_steps": 5} if reduced else {"budget": float(p["budget"]) or None}
     result = sgp.fit(model, jax.random.key(0), (p["X"], p["y"]), progress_bar=False, **options)
     seconds = time.process_time()
     report = result.report
@@ -270,7 +273,11 @@ def main(arguments: argparse.Namespace) -> None:
         "dense": sys.executable,
         **({"gpflow": arguments.gpflow} if arguments.gpflow else {}),
     }
-    runs = earlier("automatic_fit", {}, arguments.output)
+    result, settings = "automatic_fit", {}
+    if arguments.budget:
+        result, settings = "automatic_fit_budget", {"budget": arguments.budget}
+        libraries = {"numpyro_sgp": sys.executable}
+    runs = earlier(result, settings, arguments.output)
     sets = {path.stem: {fold: npz(path, fold) for fold in arguments.folds} for path in arguments.data}
     if arguments.reduced:
         rng = np.random.default_rng(0)
@@ -286,7 +293,8 @@ def main(arguments: argparse.Namespace) -> None:
                     continue
                 with tempfile.TemporaryDirectory() as folder:
                     path = Path(folder) / "problem.npz"
-                    np.savez(path, X=X, y=y, X_test=X_test, y_test=y_test, Z=Z, binary=binary)
+                    of_rows = {"X": X, "y": y, "X_test": X_test, "y_test": y_test, "Z": Z}
+                    np.savez(path, **of_rows, binary=binary, budget=arguments.budget or 0.0)
                     try:
                         found = measured(library, python, path, arguments.reduced)
                     except RuntimeError as error:
@@ -302,7 +310,7 @@ def main(arguments: argparse.Namespace) -> None:
                     f"NLPD {found['nlpd']:.4f}, error {found['error']:.4f}, {found['seconds']:.0f} s, M = {found['M']}"
                 )
                 print(f"{name} {fold} {library}: {text}", flush=True)
-        report("automatic_fit", {"settings": {}, "runs": runs}, arguments.output)
+        report(result, {"settings": settings, "runs": runs}, arguments.output)
     if arguments.nuts or arguments.reduced:
         report("automatic_fit_nuts", {"table": against_nuts(arguments.reduced)}, arguments.output)
 
@@ -312,6 +320,7 @@ if __name__ == "__main__":
     parser.add_argument("--data", type=Path, nargs="*", default=[], help="data sets as .npz with X, y and test_mask")
     parser.add_argument("--folds", type=int, nargs="*", default=[0], help="which folds of each")
     parser.add_argument("--gpflow", help="interpreter with GPflow")
+    parser.add_argument("--budget", type=float, help="seconds for `fit`")
     parser.add_argument("--nuts", action="store_true", help="a comparison with NUTS, too")
     parser.add_argument("--reduced", action="store_true")
     parser.add_argument("--output", type=Path, help="folder for the results as JSON")

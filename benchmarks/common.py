@@ -112,6 +112,28 @@ def beside(own: ArrayLike, exact: ArrayLike, *, positive: bool = False) -> dict[
     return {name: float(value) for name, value in found.items()}
 
 
+def compared(
+    label: str, own: dict, exact: dict, latents: Sequence[str], *, positive: Sequence[str] = (), **columns: Any
+) -> list[dict]:
+    """Rows of a table beside long chains, one for each latent; they are printed.
+
+    Args:
+        label: what is printed before the name of the latent.
+        own: draws by latent.
+        exact: draws of long chains.
+        latents: names.
+        positive: those of which logarithms are compared.
+        columns: other columns of the rows.
+    """
+    table = []
+    for latent in latents:
+        row = {**columns, "latent": latent, **beside(own[latent], exact[latent], positive=latent in positive)}
+        table.append(row)
+        text = f"mean within {row['error']:.2f} sd, sds {row['least']:.3f} to {row['largest']:.3f}"
+        print(f"{label}, {latent}: {text}", flush=True)
+    return table
+
+
 def slope(table: Sequence[dict], size: str, key: str) -> float:
     """Exponent of a size in a column, from a straight line through the logarithms."""
     sizes, values = (np.log([row[name] for row in table]) for name in (size, key))

@@ -12,7 +12,7 @@ dense model.
 import argparse
 from pathlib import Path
 
-from common import beside, by_all_rows, by_batches, counts_row, long_chains, report
+from common import by_all_rows, by_batches, compared, counts_row, long_chains, report
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,13 +83,22 @@ def equal_time(reduced: bool) -> dict:
     return {"rows": num, "lengthscale": LENGTHSCALE, "mean_count": float(y[:num].mean()), "runs": runs}
 
 
+def with_effects(X, exposure, covariate, y=None):
+    """A field beside a level and the effect of a covariate."""
+    level = numpyro.sample("level", dist.Normal(0.0, 2.0))
+    effect = numpyro.sample("effect", dist.Normal(0.0, 1.0))
+    counts(X, exposure + level + effect * covariate, y)
+
+
 def against_nuts(reduced: bool) -> list[dict]:
-    """100 counts, beside long chains of the dense model."""
+    """100 counts, beside long chains of the dense model: hyperparameters trained, fixed, and fixed beside effects."""
     num = 40 if reduced else 100
     rng = np.random.default_rng(0)
     X, exposure = rng.uniform(size=(num, 2)), rng.normal(0.5, 0.5, size=num)
     f = np.sin(6.0 * X[:, 0]) * np.cos(5.0 * X[:, 1])
     y = rng.poisson(np.exp(f + exposure)).astype(float)
+    covariate = X[:, 0] + 0.5 * rng.normal(size=num)  # follows the field in part
+    y_of_effects = rng.poisson(np.exp(f + exposure + 0.4 * covariate)).astype(float)
 
     def exact(X, exposure, y):
         lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-2.0, 1.0))
@@ -98,13 +107,20 @@ def against_nuts(reduced: bool) -> list[dict]:
         f = numpyro.deterministic("f", L @ numpyro.sample("v", dist.Normal().expand([num])))
         numpyro.sample("y", dist.Poisson(jnp.exp(f + exposure)).to_event(1), obs=y)
 
+    def exact_with_effects(X, exposure, covariate, y):
+        level = numpyro.sample("level", dist.Normal(0.0, 2.0))
+        effect = numpyro.sample("effect", dist.Normal(0.0, 1.0))
+        exact(X, exposure + level + effect * covariate, y)
+
     table, known = [], {}
-    for kind in ("trained",) if reduced else ("trained", "fixed"):
-        given = known if kind == "fixed" else {}
-        model, dense = (numpyro.handlers.condition(each, given) for each in (counts, exact))
-        together = [] if given else [("lengthscale", "variance")]
-        num_samples = 20 if reduced else 4000
-        theirs, r_hat, ess = long_chains(dense, X, exposure, y, num_samples=num_samples, dense_mass=together)
+    for kind in ("trained", "fixed, with effects") if reduced else ("trained", "fixed", "fixed, with effects"):
+        given, has_effects = ({} if kind == "trained" else known), kind.endswith("effects")
+        pair = (with_effects, exact_with_effects) if has_effects else (counts, exact)
+        model, dense = (numpyro.handlers.condition(each, given) for each in pair)
+        args = (X, exposure, covariate, y_of_effects) if has_effects else (X, exposure, y)
+        own = ("level", "effect") if has_effects else () if given else ("lengthscale", "variance")
+        num_samples = 20 if reduced else 10_000
+        theirs, r_hat, ess = long_chains(dense, *args, num_samples=num_samples, dense_mass=[own] if own else False)
         known = known or {name: float(np.median(theirs[name])) for name in ("lengthscale", "variance")}
         print(f"{kind}: NUTS with R-hat {r_hat:.4f}, smallest effective sample size {ess:.0f}", flush=True)
         for side in (4,) if reduced else (5, 8, 12):
@@ -112,15 +128,12 @@ def against_nuts(reduced: bool) -> list[dict]:
             grid = sgp.InducingGrid.over(X, (side, side))
             guide = sgp.AutoSVGP(model, grid, base=AutoMultivariateNormal)
             optim = optax.adam(optax.cosine_decay_schedule(0.03, steps))
-            svi = SVI(model, guide, optim, sgp.QuadratureELBO(num_particles=1 if reduced else 4))
-            params = svi.run(jax.random.key(2), steps, X, exposure, y, progress_bar=False).params
-            draws = guide.sample_posterior(jax.random.key(3), params, X, exposure, sample_shape=shape)
-            for latent in ("f", *(() if given else known)):
-                row = {"hyperparameters": kind, "side": side, "latent": latent, "r_hat": r_hat, "ess": ess}
-                row |= beside(draws[latent], theirs[latent], positive=latent in known)
-                table.append(row)
-                text = f"mean within {row['error']:.2f} sd, sds {row['least']:.3f} to {row['largest']:.3f}"
-                print(f"{kind}, grid of {side} × {side}, {latent}: {text}", flush=True)
+            svi = SVI(model, guide, optim, sgp.QuadratureELBO(num_particles=1 if reduced or given else 4))
+            params = svi.run(jax.random.key(2), steps, *args, progress_bar=False).params
+            draws = guide.sample_posterior(jax.random.key(3), params, *args[:-1], sample_shape=shape)
+            columns = {"hyperparameters": kind, "side": side, "r_hat": r_hat, "ess": ess}
+            label = f"{kind}, grid of {side} × {side}"
+            table += compared(label, draws, theirs, ("f", *own), positive=list(known), **columns)
     return table
 
 

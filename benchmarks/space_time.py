@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 import time
 
-from common import beside, by_all_rows, by_batches, counts_row, long_chains, report, slope
+from common import by_all_rows, by_batches, compared, counts_row, long_chains, report, slope
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,12 +165,8 @@ def against_nuts(reduced: bool) -> list[dict]:
         params = svi.run(jax.random.key(2), 5 if reduced else 60, X, covariate, y, progress_bar=False).params
         shape = (20,) if reduced else (4000,)
         draws = guide.sample_posterior(jax.random.key(3), params, X, covariate, sample_shape=shape)
-        for latent in ("f", "level", "effect"):
-            row = {"places": M, "of": num_places, "latent": latent, "r_hat": r_hat, "ess": ess}
-            row |= beside(draws[latent], theirs[latent])
-            table.append(row)
-            text = f"mean within {row['error']:.2f} sd, sds {row['least']:.3f} to {row['largest']:.3f}"
-            print(f"{M} places, {latent}: {text}", flush=True)
+        columns = {"places": M, "of": num_places, "r_hat": r_hat, "ess": ess}
+        table += compared(f"{M} places", draws, theirs, ("f", "level", "effect"), **columns)
     return table
 
 

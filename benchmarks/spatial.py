@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 import time
 
-from common import beside, by_all_rows, by_batches, counts_row, long_chains, report
+from common import by_all_rows, by_batches, compared, counts_row, long_chains, report
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -155,12 +155,10 @@ def against_nuts(reduced: bool) -> list[dict]:
             steps, shape = (10, (20,)) if reduced else (800, (4000,))
             params = svi.run(jax.random.key(2), steps, X, covariate, y, progress_bar=False).params
             draws = guide.sample_posterior(jax.random.key(3), params, X, covariate, sample_shape=shape)
-            for latent in ("f", "level", "effect", *(() if given else known)):
-                row = {"hyperparameters": kind, "neighbours": neighbours, "latent": latent, "r_hat": r_hat, "ess": ess}
-                row |= beside(draws[latent], theirs[latent], positive=latent in known)
-                table.append(row)
-                text = f"mean within {row['error']:.2f} sd, sds {row['least']:.3f} to {row['largest']:.3f}"
-                print(f"{kind}, {neighbours} neighbours, {latent}: {text}", flush=True)
+            latents = ("f", "level", "effect", *(() if given else known))
+            columns = {"hyperparameters": kind, "neighbours": neighbours, "r_hat": r_hat, "ess": ess}
+            label = f"{kind}, {neighbours} neighbours"
+            table += compared(label, draws, theirs, latents, positive=list(known), **columns)
     return table
 
 

@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 import time
 
-from common import beside, by_all_rows, by_batches, counts_row, long_chains, report, slope
+from common import by_all_rows, by_batches, compared, counts_row, long_chains, report, slope
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -232,11 +232,9 @@ def against_nuts(reduced: bool) -> list[dict]:
         steps = 20 if reduced else 1500
         params = svi.run(jax.random.key(2), steps, t, W, y, progress_bar=False).params
         draws = guide.sample_posterior(jax.random.key(3), params, t, W, sample_shape=(50 if reduced else 8000,))
-        for latent in ("f", "level", "slopes", *(() if given else known)):
-            row = {"hyperparameters": kind, "latent": latent, "r_hat": r_hat, "ess": ess}
-            row |= beside(draws[latent], theirs[latent], positive=latent in known)
-            table.append(row)
-            print(f"{kind} {latent}: mean within {row['error']:.2f} sd, sds {row['least']:.3f} to {row['largest']:.3f}")
+        latents = ("f", "level", "slopes", *(() if given else known))
+        columns = {"hyperparameters": kind, "r_hat": r_hat, "ess": ess}
+        table += compared(kind, draws, theirs, latents, positive=list(known), **columns)
     return table
 
 

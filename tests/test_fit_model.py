@@ -1,6 +1,8 @@
 """`fit` of a model: ends at the optimum of the exact evidence, with its curvature; its choices and its certificate."""
 
 import sys
+import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -243,6 +245,29 @@ def test_a_model_without_hyperparameters_has_its_exact_posterior():
     q = result.guide.posterior(KEY, result.params, X)["f"]
     assert_allclose(q.mean, K @ np.linalg.solve(C, Y), atol=1e-8)
     assert_allclose(q.variance, np.diag(K - K @ np.linalg.solve(C, K)), atol=1e-8)
+
+
+def test_a_budget_leaves_most_of_its_time_to_the_batches(monkeypatch):
+    deadlines = []
+
+    class Searched:
+        deterministic, enough, profile = False, False, SimpleNamespace(exact=False)
+
+        def __init__(self, task, *args):
+            del args
+            self.task = task
+            deadlines.append(task.deadline)
+
+        def run(self):
+            pass
+
+    monkeypatch.setattr(module, "Search", Searched)
+    monkeypatch.setattr(module, "_trained", lambda search, *args: deadlines.append(search.task.deadline))
+    start = time.perf_counter()
+    for rows in (2500, N):  # the sample is not all rows, and it is
+        data = np.zeros((rows, 1)), np.zeros(rows)
+        sgp.fit(regression, KEY, data, budget=1e6, num_inducing=5, num_steps=5, joint=False)
+    assert_allclose(np.subtract(deadlines, start), [0.35e6, 1e6, 1e6, 1e6], rtol=1e-3)
 
 
 @pytest.mark.thorough

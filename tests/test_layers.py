@@ -61,6 +61,7 @@ LAYERS = [
     "posteriors/markov/family",
     "posteriors/markov/pair_family",
     "posteriors/vecchia/family",
+    "posteriors/kronecker/family",
     "posteriors/weight_space/families",
     "guides",
     "losses",

@@ -35,6 +35,8 @@ __all__ = ["fit_model"]
 _SAMPLE, _MOST_OPERATIONS = 2000, 2e9
 # A function of more times than these is smoothed; more than those are first seen through a part of them.
 _MANY_TIMES, _PART_OF_TIMES = 2000, 10_000
+# The share of a time budget that goes to the search on a sample, where training on all rows follows.
+_SHARE_OF_SEARCH = 0.35
 # Steps of the first cycle and of the longest.
 _FIRST_CYCLE, _LONGEST_CYCLE = 500, 4000
 # Where step sizes start in a cycle: of Adam, and ρ.
@@ -90,8 +92,10 @@ def fit_model(
         task = dataclasses.replace(task, joint=effects(task, every if whole else some, key_search))
     if free and whole and rows <= task.most_whole:
         task = dataclasses.replace(task, few=few_rows(task, every, key_search))
-    search = Search(task, every if whole else some, key_search)
+    first = task if whole else dataclasses.replace(task, deadline=started + _SHARE_OF_SEARCH * allowed.seconds)
+    search = Search(first, every if whole else some, key_search)
     search.run()
+    search.task = task
     if not whole and batch_size is None and search.profile.exact and search.enough:
         M = search.num_inducing
         if rows * M**2 <= _MOST_OPERATIONS and allowed.allows(M, rows):

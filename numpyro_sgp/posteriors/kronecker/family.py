@@ -142,7 +142,8 @@ class Kronecker(AbstractPosteriorFamily):
     """q(v) = N(m, R diag(s²) Rᵀ), R = R₁ ⊗ R₂ ⊗ …, at an `InducingGrid`; starts at the prior.
 
     u = (L₁ ⊗ L₂ ⊗ …) v with L_d L_dᵀ the covariance of axis d. m and s have one number for each inducing value, and
-    the R_d are free matrices.
+    the R_d are free matrices. Latents w in a joint posterior have a Gaussian of their own, and m is a linear function
+    of w.
 
     Args:
         inducing: the grid.
