@@ -380,6 +380,11 @@ def test_the_log_ratio_of_a_draw_with_effects_is_that_of_dense_algebra(joint):
     quadratic = np.sum(deviation * np.linalg.solve(S[:M, :M], deviation.T).T, axis=1)
     expected = 0.5 * (np.sum(v**2, axis=1) - quadratic - np.linalg.slogdet(S[:M, :M])[1])
     assert_allclose(process.log_ratio(noise), expected, rtol=1e-9)
+    # Of a draw of v and the latents.
+    run = guide.posterior(jax.random.key(1), params, X, W)["f"].joint_run
+    z = np.concatenate([np.ravel(run.drawn), run.v])
+    expected = 0.5 * (z @ z - (z - m) @ np.linalg.solve(S, z - m) - np.linalg.slogdet(S)[1])
+    assert_allclose(run.log_ratio("f", ()), expected, rtol=1e-9)
 
 
 @pytest.mark.thorough

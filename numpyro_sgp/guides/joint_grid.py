@@ -37,6 +37,9 @@ class GridRun(AbstractJointRun):
 
     The mean of the whitened inducing variables v is a linear function of the whitened latents ω, and their covariance
     given ω is that of the grid: ω ~ N(μ, T Tᵀ) and v | ω ~ N(m + Cᵀ(ω − μ), R diag(s²) Rᵀ), for any optimizer.
+
+    Attributes:
+        drawn: a draw of v given that of the latents, (M₁, M₂, …).
     """
 
     def __init__(
@@ -93,10 +96,9 @@ class GridRun(AbstractJointRun):
             covariance=dataclasses.replace(covariance, B=matmul(S_sqrt.T, of_rows)),
         )
         self._marginal = dataclasses.replace(grid, T=jnp.tensordot(S_sqrt.T, slopes, axes=1))
-        # A draw of v given that of the latents.
         self._noise_of_grid = jax.random.normal(cast(Array, numpyro.prng_key()), grid.m.shape, dtype)
         self._given = dataclasses.replace(grid, m=grid.m + jnp.tensordot(self.v - mean, slopes, axes=1))
-        self._drawn = self._given.m + deviation_of(self._noise_of_grid, grid.s, grid.R)
+        self.drawn = self._given.m + deviation_of(self._noise_of_grid, grid.s, grid.R)
         self.latents = self._latents_at(model, trace)
 
     def posterior(self, site: str, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
@@ -112,12 +114,12 @@ class GridRun(AbstractJointRun):
         """The log ratio log q(v, ω) − log p(v) − log p(ω) at the draw."""
         del site, batch_shape
         grid: GridGaussian = self._given
-        ratio = 0.5 * (jnp.sum(self._drawn**2) - jnp.sum(self._noise_of_grid**2)) - log_root(grid.s, grid.R)
+        ratio = 0.5 * (jnp.sum(self.drawn**2) - jnp.sum(self._noise_of_grid**2)) - log_root(grid.s, grid.R)
         return ratio + 0.5 * jnp.sum(self.v**2 - self.noise**2) - jnp.linalg.slogdet(self.S_sqrt)[1]
 
     def given(self, site: str, q: SparsePosterior) -> SparsePosterior:
         covariance = cast(GridCovariance, self._moments.covariance)
         known = GridCovariance(covariance.A, covariance.T, jnp.zeros_like(covariance.s))
-        mean = contract(self._drawn, covariance.A)
+        mean = contract(self.drawn, covariance.A)
         moments = Moments(mean, self.gaussian.rest, self.log_ratio(site, q.batch_shape), known)
         return SparsePosterior(q.prior, moments, q.batch_shape, joint=False)
