@@ -229,11 +229,13 @@ def test_training_makes_no_array_of_the_size_of_a_dense_one():
         assert largest < grid.num_inducing * len(X)
 
 
-def test_it_trains_in_float32():
+@pytest.mark.parametrize("has_effects", [False, True])
+def test_it_trains_in_float32(has_effects):
     grid = sgp.InducingGrid.over(X[:, :2], (4, 3))
-    model = site(PROBLEMS["two axes"][1], 2)
+    model = with_effects if has_effects else site(PROBLEMS["two axes"][1], 2)
+    args = [each.astype(np.float32) for each in ((X, W, Y) if has_effects else (X, Y))]
     svi = SVI(model, sgp.AutoSVGP(model, grid), optax.adam(0.05), sgp.QuadratureELBO())
-    result = svi.run(jax.random.key(0), 60, X.astype(np.float32), Y.astype(np.float32), progress_bar=False)
+    result = svi.run(jax.random.key(0), 60, *args, progress_bar=False)
     assert result.losses[-1] < result.losses[0] - 1.0
     assert {leaf.dtype for leaf in jax.tree.leaves(result.params)} == {jnp.dtype("float32")}
 
