@@ -382,6 +382,7 @@ def test_masked_entries_are_absent_and_the_others_keep_their_coordinates():
     assert np.isfinite(elpd(loo))
 
 
+@pytest.mark.thorough
 def test_what_stands_at_a_masked_entry_does_not_matter_and_the_densities_are_those_without_it():
     def dropped(X, y):
         f = numpyro.sample("f", sgp.GaussianProcess(Matern52(1.1, 0.8), X))
@@ -477,6 +478,7 @@ def assert_rows_are_independent(noise):
     assert np.abs(correlations - np.eye(N)).max() < 5.0 / math.sqrt(len(noise))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("own_guide", [False, True])
 def test_latents_of_rows_are_drawn_anew_in_each_batch_and_others_are_not(own_guide):
     def model(X, y):
@@ -553,6 +555,7 @@ def test_the_number_of_all_rows_reaches_a_model_that_takes_it_and_masks_are_cut_
     assert_allclose(values(data, "log_likelihood", "y"), stats.norm.logpdf(y[observed], f, NOISE), rtol=1e-9)
 
 
+@pytest.mark.thorough
 def test_the_number_of_all_rows_reaches_a_model_of_all_keywords_as_in_fit():
     seen = []
 
@@ -567,6 +570,7 @@ def test_the_number_of_all_rows_reaches_a_model_of_all_keywords_as_in_fit():
     assert set(seen[1:]) == {N}  # the first run looks for plates that subsample
 
 
+@pytest.mark.thorough
 def test_a_site_at_all_inputs_whose_likelihood_is_subsampled_keeps_one_value_for_all_batches():
     def model(X, y):
         f = numpyro.sample("f", sgp.GaussianProcess(Matern52(1.1, 0.8), X, lambda x: x[:, 0]))

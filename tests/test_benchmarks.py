@@ -20,11 +20,17 @@ SEVERAL = {
 }
 
 
-@pytest.mark.thorough
+# A minute or more each, for what other tests do, too.
+LONG = {"automatic_fit", "decoupled_paper"}
+SCRIPTS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "common")
+
+
 @pytest.mark.parametrize(
     "script",
-    sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "common"),
-    ids=lambda path: path.stem,
+    [
+        pytest.param(path, id=path.stem, marks=getattr(pytest.mark, "exhaustive" if path.stem in LONG else "thorough"))
+        for path in SCRIPTS
+    ],
 )
 def test_benchmark_runs_in_its_reduced_mode_and_prints_versions_and_device(script, tmp_path):
     figure = tmp_path / "figure.png"
