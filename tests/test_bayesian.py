@@ -45,7 +45,7 @@ def standardised(X, y):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("inducing", [None, X], ids=["dense", "Z=X"])
+@pytest.mark.parametrize("inducing", [pytest.param(None, marks=pytest.mark.exhaustive), X], ids=["dense", "Z=X"])
 def test_sampled_hyperparameters_have_the_posterior_that_nuts_finds(inducing):
     mcmc = MCMC(NUTS(standardised), num_warmup=500, num_samples=8000, progress_bar=False)
     mcmc.run(jax.random.key(0), X, Y)

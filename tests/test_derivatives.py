@@ -309,6 +309,7 @@ def test_a_gradient_takes_no_factorisation_beyond_those_of_the_value(ours, dense
     assert count(loss) == count(jax.value_and_grad(loss, argnums=(2, 3))) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("x64")
 def test_tempered_sites_are_differentiated_as_the_dense_formula_is():
     limit = 1.0 / np.finfo(float).eps

@@ -165,6 +165,7 @@ def one_device():
     return NamedSharding(Mesh(jax.devices()[:1], ("data",)), PartitionSpec("data"))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("x64")
 def test_a_mesh_of_one_device_gives_the_same_result():
     run = [

@@ -283,6 +283,7 @@ def test_tracked_projections_are_those_of_the_coefficients():
     assert_allclose(vectors.ahead, anew.optim_state[1].vectors["f_auto_a"].ahead, rtol=1e-9)
 
 
+@pytest.mark.thorough
 def test_blocks_of_the_kernel_matrix_change_nothing(monkeypatch):
     model, guide, params = start("orthogonal", "poisson")
     losses = []
@@ -354,6 +355,7 @@ def test_hyperparameters_that_are_drawn_need_fresh_projections():
 # As an optimizer.
 
 
+@pytest.mark.thorough
 def test_predictions_use_the_average_of_the_coefficients():
     model, guide, params = start("orthogonal", "normal")
     trajectories = {}
@@ -395,6 +397,7 @@ def test_a_run_traces_once_and_float32_stays_float32():
         assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
 
 
+@pytest.mark.thorough
 def test_a_plate_of_latents_has_coefficients_each():
     labels = np.arange(N) % 3
 

@@ -229,7 +229,7 @@ def test_training_makes_no_array_of_the_size_of_a_dense_one():
         assert largest < grid.num_inducing * len(X)
 
 
-@pytest.mark.parametrize("has_effects", [False, True])
+@pytest.mark.parametrize("has_effects", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_it_trains_in_float32(has_effects):
     grid = sgp.InducingGrid.over(X[:, :2], (4, 3))
     model = with_effects if has_effects else site(PROBLEMS["two axes"][1], 2)

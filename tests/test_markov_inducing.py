@@ -193,7 +193,9 @@ def bound_of_states(lengthscale, W, tight=False):
     return evidence - lost, gain @ residual, prior - gain @ J @ prior
 
 
-@pytest.mark.parametrize("covariates", [None, W], ids=["f alone", "with effects"])
+@pytest.mark.parametrize(
+    "covariates", [None, pytest.param(W, marks=pytest.mark.thorough)], ids=["f alone", "with effects"]
+)
 def test_one_step_is_the_best_posterior_of_the_states_for_gaussian_noise(covariates):
     args = (TIMES, covariates, Y)
     guide, svi, result = fitted(gaussian, *args)
@@ -217,7 +219,9 @@ def test_one_step_is_the_best_posterior_of_the_states_for_gaussian_noise(covaria
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("covariates", [None, W], ids=["f alone", "with effects"])
+@pytest.mark.parametrize(
+    "covariates", [pytest.param(None, marks=pytest.mark.exhaustive), W], ids=["f alone", "with effects"]
+)
 def test_hyperparameters_have_the_gradient_of_the_dense_bound(covariates):
     _, svi, result = fitted(gaussian, TIMES, covariates, Y)
 
@@ -257,7 +261,9 @@ def test_steps_on_minibatches_average_to_the_step_on_all_rows(covariates):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("covariates", [None, W], ids=["f alone", "with effects"])
+@pytest.mark.parametrize(
+    "covariates", [pytest.param(None, marks=pytest.mark.exhaustive), W], ids=["f alone", "with effects"]
+)
 def test_with_all_times_it_is_the_posterior_with_a_site_in_each_row(covariates):
     args, options = (TIMES, covariates, COUNTS), {"num_steps": 20, "step_size": 0.7}
     guide, _, pairs = fitted(counts, *args, inducing=TIMES, **options)
@@ -282,7 +288,9 @@ def test_with_all_times_it_is_the_posterior_with_a_site_in_each_row(covariates):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("covariates", [None, W], ids=["f alone", "with effects"])
+@pytest.mark.parametrize(
+    "covariates", [pytest.param(None, marks=pytest.mark.exhaustive), W], ids=["f alone", "with effects"]
+)
 def test_importance_ratios_are_constant_where_the_posterior_is_exact(covariates):
     _, svi, result = fitted(gaussian, TIMES, covariates, Y, inducing=TIMES)
     khat = sgp.diagnostics.psis_khat(jax.random.key(1), svi, result.params, TIMES, covariates, Y, num_samples=200)

@@ -89,7 +89,7 @@ def test_smoothing_of_blocks_is_the_dense_posterior_whatever_their_size():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("bound", ["tight", "titsias"])
+@pytest.mark.parametrize("bound", ["tight", pytest.param("titsias", marks=pytest.mark.exhaustive)])
 def test_one_step_is_the_sparse_posterior_with_inducing_values_at_all_pairs(bound):
     y, noise = RNG.normal(size=N), 0.25
     guide = sgp.AutoMarkovGP(normal, space=Z)

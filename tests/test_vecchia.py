@@ -136,6 +136,7 @@ def trained(guide, model, num_steps=15, loss=None):
     return svi, result
 
 
+@pytest.mark.thorough
 def test_with_all_rows_as_neighbours_it_is_the_dense_posterior():
     guides = sgp.AutoVecchiaGP(counts, num_neighbours=N, base=AutoDelta), sgp.AutoTSVGP(counts, None, base=AutoDelta)
     runs = [trained(guide, counts) for guide in guides]
