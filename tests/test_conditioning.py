@@ -240,6 +240,7 @@ def test_sites_that_are_independent_take_the_best_product_of_gaussians_together(
         assert_same((q[site].mean, q[site].covariance()), (own[0] + mean, own[1]), rtol=1e-7, atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_other_latents_stay_at_their_point_estimates():
     start = init_to_value(values={"lengthscale": LENGTHSCALE})
     guide = sgp.AutoTSVGP(with_a_lengthscale, Z, base=functools.partial(AutoDelta, init_loc_fn=start))
@@ -665,6 +666,7 @@ def test_a_posterior_made_for_its_rows_does_not_lose_them(name):
         guide.remove(params, *rows_of(HEAD, X, NOISE, REALS))
 
 
+@pytest.mark.thorough
 def test_it_warns_where_steps_have_not_converged():
     guide, params, _ = counting("tied")
     with pytest.warns(UserWarning, match="`condition` took 3 evaluations and its steps still change the posterior"):

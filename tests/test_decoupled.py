@@ -271,6 +271,7 @@ def test_a_guide_starts_at_or_near_the_prior(kind, natural):
     assert_allclose(q.variance, VARIANCE, rtol=1e-2 if near else 1e-10)
 
 
+@pytest.mark.thorough
 @some_forms
 def test_the_gradient_of_hyperparameters_is_that_of_the_dense_bound(kind, natural):
     model, guide, y, params = set_up(kind, natural, "student_t")

@@ -133,6 +133,7 @@ def test_steps_are_nesterov_s_with_the_dense_gradient(kind, natural):
         jax.tree.map(assert_array_equal, value, params[name])
 
 
+@pytest.mark.thorough
 @kinds
 def test_losses_and_steps_on_minibatches_average_to_those_on_all_rows(kind):
     model, guide, params = start(kind, "normal")

@@ -457,6 +457,7 @@ def test_gps_of_one_term_are_joint_together_or_not_at_all():
     assert handlers.trace(handlers.seed(guide, 0)).get_trace()["auto_latents"]["value"].groups == ()
 
 
+@pytest.mark.thorough
 def test_the_structure_is_found_within_jit_too():
     guide = sgp.AutoTSVGP(everything, Z)
     svi = SVI(everything, guide, sgp.NaturalGradient(0.5), sgp.QuadratureELBO())

@@ -106,7 +106,9 @@ def test_one_step_is_the_exact_posterior_for_gaussian_noise(kind):
     assert np.max(np.abs(z.mean(0) - mean) / sd) < 0.07
 
 
-@pytest.fixture(scope="module", params=[sgp.AutoMarkovGP, dense], ids=["time", "dense"])
+@pytest.fixture(
+    scope="module", params=[sgp.AutoMarkovGP, pytest.param(dense, marks=pytest.mark.thorough)], ids=["time", "dense"]
+)
 def runs(request):
     with jax.enable_x64(True):
         pairs = (counts, request.param(counts)), (counts_by_one_kernel, dense(counts_by_one_kernel))
