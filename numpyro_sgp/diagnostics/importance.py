@@ -20,8 +20,8 @@ from numpyro_sgp.diagnostics.outputs import fitted_values, log_ratio_of_sites, n
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import Trace
 from numpyro_sgp.distributions.wrappers import log_prob_of, unwrap
+from numpyro_sgp.guides.group import Group
 from numpyro_sgp.guides.independent import IndependentRun
-from numpyro_sgp.guides.members import Group
 from numpyro_sgp.losses.quadrature_elbo import Particle, QuadratureELBO
 from numpyro_sgp.posteriors.process import process_of
 

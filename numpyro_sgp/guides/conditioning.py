@@ -15,7 +15,6 @@ from jax import Array
 from jax.core import Tracer
 import jax.numpy as jnp
 
-from numpyro_sgp.guides.joint_grid import GridRun
 from numpyro_sgp.guides.joint_rows import RowsRun
 from numpyro_sgp.losses.quadrature_elbo import Particle, QuadratureELBO
 from numpyro_sgp.optim.closure import Params, all_finite, probe
@@ -173,8 +172,7 @@ class _Rows:
         self.latents_of: dict[str, str] = {}
         for site in joint:
             run = posteriors[site].joint_run
-            if isinstance(run, RowsRun | GridRun):
-                guide.family(site).check_more_rows()
+            guide.family(site).check_more_rows()
             if isinstance(run, RowsRun):
                 rows, latents = (f"{site}_{guide.prefix}_{symbol}" for symbol in ("sites", "joint_sites"))
                 self.latents_of[rows] = latents

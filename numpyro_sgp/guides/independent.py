@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
+from numpyro_sgp.guides.group import Group
 from numpyro_sgp.guides.joint_run import Prior
-from numpyro_sgp.guides.members import Group
 from numpyro_sgp.posteriors.joint.independent import IndependentGaussian
 from numpyro_sgp.posteriors.joint.predictors import Rows, prior_covariance
 from numpyro_sgp.posteriors.moments import roots_of

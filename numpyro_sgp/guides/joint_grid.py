@@ -13,8 +13,8 @@ from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import Trace
 from numpyro_sgp.distributions.wrappers import unwrap
+from numpyro_sgp.guides.group import Group
 from numpyro_sgp.guides.joint_run import INITIAL_SCALE, AbstractJointRun
-from numpyro_sgp.guides.members import Group
 from numpyro_sgp.guides.parameters import SiteParameters
 from numpyro_sgp.math.linalg import solve_lower
 from numpyro_sgp.math.products import matmul, matvec_transposed
@@ -62,8 +62,7 @@ class GridRun(AbstractJointRun):
             return solve_lower(L, w[:, None])[:, 0]
 
         mean = param("latents", start)
-        own_root = param("latents_sqrt", lambda _: INITIAL_SCALE * solve_lower(L, jnp.eye(P, dtype=dtype)))
-        S_sqrt = jnp.tril(own_root)
+        S_sqrt = jnp.tril(param("latents_sqrt", lambda _: INITIAL_SCALE * solve_lower(L, jnp.eye(P, dtype=dtype))))
         slopes = param("slopes", jnp.zeros((P, *grid.grid.inducing.sizes), dtype))
         kff = prior.kernel(prior.X)
         q = grid.moments(prior.kernel, prior.X)
@@ -90,10 +89,11 @@ class GridRun(AbstractJointRun):
             spans={site: (0, 1, 2)},
         )
         self._draw_latents()
+        B = matmul(S_sqrt.T, of_rows)
         self._moments = q._replace(
-            variance=q.variance + jnp.sum(matmul(S_sqrt.T, of_rows) ** 2, axis=0),
+            variance=q.variance + jnp.sum(B**2, axis=0),
             kl=self.gaussian.kl,
-            covariance=dataclasses.replace(covariance, B=matmul(S_sqrt.T, of_rows)),
+            covariance=dataclasses.replace(covariance, B=B),
         )
         self._marginal = dataclasses.replace(grid, T=jnp.tensordot(S_sqrt.T, slopes, axes=1))
         self._noise_of_grid = jax.random.normal(cast(Array, numpyro.prng_key()), grid.m.shape, dtype)

@@ -13,8 +13,8 @@ from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import Trace
 from numpyro_sgp.distributions.wrappers import unwrap
+from numpyro_sgp.guides.group import Group
 from numpyro_sgp.guides.joint_run import AbstractJointRun
-from numpyro_sgp.guides.members import Group
 from numpyro_sgp.guides.parameters import SiteParameters
 from numpyro_sgp.math.products import matmul, matvec
 from numpyro_sgp.posteriors.family import AbstractRowFamily, is_initial

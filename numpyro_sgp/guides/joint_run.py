@@ -22,7 +22,7 @@ from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import Trace
 from numpyro_sgp.distributions.wrappers import unwrap
-from numpyro_sgp.guides.members import Group
+from numpyro_sgp.guides.group import Group
 from numpyro_sgp.guides.model_runs import again, log_densities, summed, transforms_of
 from numpyro_sgp.math.linalg import cholesky
 from numpyro_sgp.math.products import matmul, matvec, matvec_transposed

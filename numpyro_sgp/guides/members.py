@@ -1,7 +1,7 @@
 """Which GP sites and latents get one joint Gaussian.
 
 The model is run once with its GP sites at zero and its latents at a draw of the prior. The traced program tells which
-latents each term depends on, which priors are Gaussian, and which effects of groups can be eliminated.
+latents each term depends on; `guides/group.py` reads from it what a group is made of.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -9,36 +9,29 @@ import dataclasses
 from typing import Any
 import warnings
 
-import jax
 from jax import Array
-from jax.core import Tracer
 import jax.numpy as jnp
 import numpy as np
 from numpyro import distributions as dist
 from numpyro import handlers
 
-from numpyro_sgp._internal.predictors import Program, traced
-from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
-from numpyro_sgp.distributions.traces import Trace, scaled_log_prob
+from numpyro_sgp.distributions.traces import Trace
 from numpyro_sgp.distributions.wrappers import unwrap
+from numpyro_sgp.guides.group import Group, effects_of, group_of, program_of
 from numpyro_sgp.guides.handlers import GivenGaussianProcesses
-from numpyro_sgp.guides.model_runs import again, first_run, log_densities, transforms_of
+from numpyro_sgp.guides.model_runs import first_run
 from numpyro_sgp.guides.row_dependence import Coupled, coupled_terms, refuse
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
 
-__all__ = ["Group", "Joint", "checked_joint", "find_groups"]
+__all__ = ["Joint", "checked_joint", "find_groups"]
 
 Joint = bool | str | tuple[str, ...]
 
-# Gaussian where they are unconstrained.
-_GAUSSIAN = (dist.Normal, dist.MultivariateNormal, dist.LogNormal)
 # Latents that are many beside the inducing variables make a step slower: their block is dense.
 _MOST_LATENTS = 1000
 # Joint posteriors of one GP site and one latent of it, and what they have.
 _OF_ONE_SITE = {"rows": "a site in each row", "grid": "inducing inputs on a grid"}
-# Effects of groups of which each row has one are eliminated one by one, which pays from here on.
-_FEWEST_EFFECTS, _MOST_EFFECTS = 64, 100_000
 
 
 def checked_joint(joint: Any) -> Joint:
@@ -51,33 +44,6 @@ def checked_joint(joint: Any) -> Joint:
     raise ValueError(msg)
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """GP sites and latents with one joint Gaussian.
-
-    Attributes:
-        sites: the GP sites.
-        latents: the other latents, in the order of the model.
-        gaussian: those of them whose prior is jointly Gaussian where they are unconstrained, given the hyperparameters.
-        scaled: those that the model multiplies by another latent, each with that scale. Their product is the member, as
-            if the effects had been written centred, and the scale is left to the base guide.
-        effects: the one of the latents of which each row of the data looks at one number, with a block of its own.
-        coupled: terms that depend on several rows of a GP site at once, each with that site.
-    """
-
-    sites: tuple[str, ...]
-    latents: tuple[str, ...]
-    gaussian: tuple[str, ...]
-    scaled: tuple[tuple[str, str], ...] = ()
-    effects: str | None = None
-    coupled: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def dense(self) -> tuple[str, ...]:
-        """The latents whose block is dense."""
-        return tuple(name for name in self.latents if name != self.effects)
-
-
 def _is_eligible(name: str, trace: Trace) -> bool:
     site = trace[name]
     fn, support = site["fn"], site["fn"].support
@@ -87,36 +53,6 @@ def _is_eligible(name: str, trace: Trace) -> bool:
         return False
     sizes = {msg["name"]: msg["args"][0] for msg in trace.values() if msg["type"] == "plate"}
     return all(sizes.get(frame.name, frame.size) == frame.size for frame in site["cond_indep_stack"])
-
-
-def _program(model: Callable[[], Any], trace: Trace, gps: list[str], latents: list[str]) -> Program:
-    """Terms ("term"), priors ("prior") and kernels and means of GP sites ("gp") as functions of f and w."""
-    transforms = transforms_of(trace, latents)
-    start = {name: jnp.asarray(trace[name]["value"]) for name in gps}
-    start |= {name: jnp.asarray(transforms[name].inv(trace[name]["value"])) for name in latents}
-
-    def run(values: dict[str, Array]) -> dict[str, Array]:
-        w = {name: values[name] for name in latents}
-        constrained = {name: transforms[name](value) for name, value in w.items()}
-        found = again(model, trace, {**{name: values[name] for name in gps}, **constrained})
-        result = {f"prior {name}": value for name, value in log_densities(found, transforms, w).items()}
-        result |= {f"value {name}": jnp.asarray(value) for name, value in constrained.items()}
-        for name in latents:
-            fn: Any = unwrap(found[name]["fn"])
-            if isinstance(fn, _GAUSSIAN):
-                scale = fn.scale_tril if isinstance(fn, dist.MultivariateNormal) else fn.scale
-                result |= {f"loc {name}": jnp.asarray(fn.loc), f"scale {name}": jnp.asarray(scale)}
-        for name in gps:
-            gp: Any = unwrap(found[name]["fn"])
-            inputs = jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(gp.X)])
-            parts = (inputs, gp.prior_mean, gp.kernel(gp.X), gp.kernel(gp.X[:1], gp.X))
-            result |= {f"gp {name} {number}": jnp.asarray(part) for number, part in enumerate(parts)}
-        for name, site in found.items():
-            if site["type"] == "sample" and site["is_observed"]:
-                result[f"term {name}"] = jnp.asarray(scaled_log_prob(site))
-        return result
-
-    return traced(run, start)
 
 
 def find_groups(
@@ -159,7 +95,7 @@ def find_groups(
     coupled = {name: terms for name, terms in coupled.items() if family(name).couples_rows}
     latents = [name for name in samples if name not in gps and _is_eligible(name, trace)]
     latents = [name for name in latents if name in candidates and joint is not False]
-    program = _program(model, trace, gps, latents)
+    program = program_of(model, trace, gps, latents)
     depends = {name: program.depends[number] for name, number in program.outputs.items()}
     terms = {name: found for name, found in depends.items() if name.startswith("term ")}
     # A latent whose prior depends on several rows of a site at once.
@@ -177,13 +113,13 @@ def find_groups(
         able, inside = [name for name in able if name in named], [name for name in inside if name in named]
     groups = []
     for sites, others in _components(terms, able, inside) if joint is not False else ():
-        group = _group(program, depends, trace, sites, others, inside, latents)
+        group = group_of(program, depends, trace, sites, others, inside, latents)
         others_beside = _in_terms_with(sites, terms).intersection(gps) - set(able)
         batch_shape = samples[sites[0]]["fn"].batch_shape
         if not _has_one_form(group, kinds, others_beside, batch_shape, is_named=named is not None):
             continue
         if kinds[sites[0]] not in _OF_ONE_SITE:
-            group = dataclasses.replace(group, effects=_effects(program, depends, trace, group))
+            group = dataclasses.replace(group, effects=effects_of(program, depends, trace, group))
         size = sum(int(np.size(trace[name]["value"])) for name in group.dense)
         if size > _MOST_LATENTS and named is None:
             warnings.warn(_too_many(group, size), UserWarning, stacklevel=2)
@@ -324,99 +260,3 @@ def _has_one_form(
             warnings.warn(message, UserWarning, stacklevel=3)
         return False
     return True
-
-
-def _group(
-    program: Program,
-    depends: Mapping[str, frozenset[str]],
-    trace: Trace,
-    sites: list[str],
-    found: set[str],
-    inside: list[str],
-    latents: list[str],
-) -> Group:
-    """Adds the latents that the prior means of others are made of, as the mean of group effects."""
-    while True:
-        parents = {
-            parent
-            for name in found
-            for parent in (depends[f"prior {name}"] & set(inside)) - found
-            if _is_gaussian(program, name, [name, parent]) and _is_gaussian(program, parent, [name, parent])
-        }
-        if not parents:
-            break
-        found = found | parents
-    names = [name for name in latents if name in found]
-    gaussian = [name for name in names if _is_gaussian(program, name, names)]
-    while closed := [name for name in gaussian if (depends[f"prior {name}"] & found) - set(gaussian)]:
-        gaussian = [name for name in gaussian if name not in closed]
-    scaled = _scaled(program, names, gaussian, [name for name in names if _is_positive(trace[name]["fn"].support)])
-    left = {scale for _, scale in scaled}
-    names, gaussian = ([name for name in each if name not in left] for each in (names, gaussian))
-    return Group(tuple(sites), tuple(names), tuple(gaussian), scaled)
-
-
-def _effects(program: Program, depends: Mapping[str, frozenset[str]], trace: Trace, group: Group) -> str | None:
-    """The largest latent with independent normal numbers of which each row of the data looks at one."""
-
-    def apart(number: int, name: str) -> Dependence:
-        def of(e: Array) -> Array:
-            start = program.starts[name]
-            return program.evaluate([number], {**program.starts, name: e.reshape(start.shape)})[0]
-
-        return row_dependence(of, program.starts[name].ravel())
-
-    def is_apart(name: str) -> bool:
-        for term, found in depends.items():
-            if name not in found or term == f"prior {name}" or not term.startswith(("term ", "prior ")):
-                continue
-            if term.startswith("prior "):
-                return False
-            roots = program.roots(term, [*group.sites, *group.latents])
-            if apart(program.outputs[term], name) is Dependence.COUPLED:
-                return False
-            if any(apart(root, name) > Dependence.ONE for root in roots):
-                return False
-        return True
-
-    sizes = {name: program.starts[name].size for name in group.gaussian}
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
-        fn = unwrap(trace[name]["fn"])
-        if _FEWEST_EFFECTS <= sizes[name] <= _MOST_EFFECTS and isinstance(fn, dist.Normal) and is_apart(name):
-            return name
-    return None
-
-
-def _is_positive(support: Any) -> bool:
-    while hasattr(support, "base_constraint"):  # of an event
-        support = support.base_constraint
-    lowest = getattr(support, "lower_bound", None)
-    return lowest is not None and not isinstance(lowest, Tracer) and bool(np.all(np.asarray(lowest) >= 0.0))
-
-
-def _scaled(
-    program: Program, names: list[str], gaussian: list[str], positive: list[str]
-) -> tuple[tuple[str, str], ...]:
-    """The Gaussian latents that all terms know times a positive one only, where no term knows that one otherwise."""
-    terms = [output for output in program.outputs if output.startswith("term ")]
-    values = {program.origin(program.outputs[f"value {name}"]): name for name in names}
-    found = {}
-    for name in gaussian:
-        factor, products = program.factor(name, terms)
-        scale = None if factor is None else values.get(factor)
-        if scale in positive and scale != name:
-            found[name] = scale, products
-    known = program.depends_given({number: frozenset({name}) for name, each in found.items() for number in each[1]})
-    seen = frozenset().union(*(known[term] for term in terms)) | frozenset(
-        parent for name in names for parent in program.depends[program.outputs[f"prior {name}"]] - {name}
-    )
-    return tuple((name, scale) for name, (scale, _) in found.items() if scale not in seen)
-
-
-def _is_gaussian(program: Program, name: str, variable: list[str]) -> bool:
-    """Whether the prior of a latent is Gaussian with a mean that is affine in some latents, and a fixed covariance."""
-    if f"loc {name}" not in program.outputs:
-        return False
-    if program.depends[program.outputs[f"scale {name}"]] & set(variable):
-        return False
-    return program.is_affine(f"loc {name}", variable)

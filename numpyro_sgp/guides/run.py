@@ -19,6 +19,7 @@ from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.wrappers import unwrap
 from numpyro_sgp.guides.base import BaseGuide
+from numpyro_sgp.guides.group import Group
 from numpyro_sgp.guides.handlers import (
     GivenGaussianProcesses,
     ModelForBase,
@@ -31,7 +32,7 @@ from numpyro_sgp.guides.joint import JointRun
 from numpyro_sgp.guides.joint_grid import GridRun
 from numpyro_sgp.guides.joint_rows import RowsRun
 from numpyro_sgp.guides.joint_run import AbstractJointRun
-from numpyro_sgp.guides.members import Group, Joint, checked_joint, find_groups
+from numpyro_sgp.guides.members import Joint, checked_joint, find_groups
 from numpyro_sgp.guides.model_runs import first_run
 from numpyro_sgp.guides.parameters import SiteParameters, parameter, with_candidates
 from numpyro_sgp.guides.row_dependence import refuse_new, unsure_terms

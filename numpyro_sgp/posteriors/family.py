@@ -120,6 +120,9 @@ class AbstractPosteriorFamily(ABC):
         )
         raise TypeError(msg)
 
+    def check_more_rows(self) -> None:  # noqa: B027 (most families can)
+        """Raise where a posterior that is joint with other latents can take in no rows beside those it has."""
+
     def process(self, fitted: FittedParameters, q: SparsePosterior) -> AbstractProcess | TableProcess | None:
         """q(f) as a process, factorised; None where it is no Gaussian in variables of its own.
 
@@ -162,9 +165,6 @@ class AbstractRowFamily(AbstractPosteriorFamily):
             sites: with their inputs.
             new: whether these are other rows; else they are the last ones of the sites.
         """
-
-    def check_more_rows(self) -> None:
-        """Raise where new rows cannot have sites beside those of the others, which stay as they are."""
 
     def check_rows(self, prior: GaussianProcess, sites: Any) -> None:
         """Raise where a training step came with another number of rows than at initialisation."""
