@@ -19,7 +19,7 @@ import pytest
 from scipy.stats import norm
 
 import numpyro_sgp as sgp
-from numpyro_sgp.guides import conditioning, members
+from numpyro_sgp.guides import conditioning
 from numpyro_sgp.guides.conditioning import with_past
 from numpyro_sgp.posteriors.sites import JointSites, TiedSites
 
@@ -418,7 +418,7 @@ eliminated_by_default, kept_by_default = (
 def eliminated(request, monkeypatch):
     """Whether the effects of the groups are integrated out of the others."""
     if request.param:
-        monkeypatch.setattr(members, "_FEWEST_EFFECTS", 2)
+        monkeypatch.setattr("numpyro_sgp.guides.group._FEWEST_EFFECTS", 2)
     return request.param
 
 

@@ -17,7 +17,6 @@ from scipy import stats
 
 import numpyro_sgp as sgp
 from numpyro_sgp.diagnostics import loo_cavity
-from numpyro_sgp.guides import members
 
 pytestmark = pytest.mark.usefixtures("x64")
 RNG = np.random.default_rng(3)
@@ -39,7 +38,7 @@ POINTWISE = "loo_i" if az.__version__.startswith("0.") else "elpd_i"
 
 @pytest.fixture(autouse=True)
 def few_effects_are_many(monkeypatch):
-    monkeypatch.setattr(members, "_FEWEST_EFFECTS", 16)
+    monkeypatch.setattr("numpyro_sgp.guides.group._FEWEST_EFFECTS", 16)
 
 
 def gp(kernel, x):
@@ -107,7 +106,7 @@ def exact(C, residual):
 @pytest.mark.thorough
 def test_sums_of_gps_and_effects_have_the_densities_of_dense_algebra(form, monkeypatch):
     if form == "dense block":
-        monkeypatch.setattr(members, "_FEWEST_EFFECTS", 10**6)
+        monkeypatch.setattr("numpyro_sgp.guides.group._FEWEST_EFFECTS", 10**6)
     svi, result = fitted(gaussian, {"f": X, "g": T}, 2, 1.0)
     assert result.params["auto_latents"].groups[0].effects == ("e" if form == "eliminated" else None)
     found, khat = pointwise(svi, result, num_samples=2)

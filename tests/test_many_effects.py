@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import numpyro_sgp as sgp
-from numpyro_sgp.guides import members
 
 pytestmark = pytest.mark.usefixtures("x64")
 RNG = np.random.default_rng(0)
@@ -35,7 +34,7 @@ FORMS = {
 
 @pytest.fixture(autouse=True)
 def few_effects_are_many(monkeypatch):
-    monkeypatch.setattr(members, "_FEWEST_EFFECTS", 16)
+    monkeypatch.setattr("numpyro_sgp.guides.group._FEWEST_EFFECTS", 16)
 
 
 def gp(kernel, **options):
@@ -78,7 +77,7 @@ def fitted(model, guide, steps, rho):
 
 
 def as_dense_block(monkeypatch):
-    monkeypatch.setattr(members, "_FEWEST_EFFECTS", 10**6)
+    monkeypatch.setattr("numpyro_sgp.guides.group._FEWEST_EFFECTS", 10**6)
 
 
 def exact():

@@ -13,7 +13,6 @@ import optax
 import pytest
 
 import numpyro_sgp as sgp
-from numpyro_sgp.guides import members
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -185,7 +184,7 @@ def matern52_jax(X, Z, lengthscale):
 @pytest.mark.parametrize("fewest", [64, 2], ids=["dense", "eliminated"])
 @pytest.mark.exhaustive
 def test_effects_of_groups_are_carried_with_the_past(fewest, monkeypatch):
-    monkeypatch.setattr(members, "_FEWEST_EFFECTS", fewest)
+    monkeypatch.setattr("numpyro_sgp.guides.group._FEWEST_EFFECTS", fewest)
     svi = svi_of(effects, base=AutoNormal)
     stream, state, _ = streamed(svi, (X, GROUP, y), memory=4)
     other = svi_of(effects, base=AutoNormal)
