@@ -338,25 +338,74 @@ def test_several_functions_with_hyperparameters_of_their_own():
         assert np.max(np.abs(np.cov(draws[:, n].T) - q.covariance()[n]) / np.outer(sd, sd)) < 0.04
 
 
-@pytest.mark.thorough
-def test_float32_holds_over_close_inducing_times_and_precise_outcomes():
-    rng, many = np.random.default_rng(3), 20_000
-    times, Z = np.sort(rng.uniform(0.0, 20.0, many)), np.linspace(0.0, 20.0, 2_000)
-    y, precision = np.sin(times), 1e4
-    found = {}
-    for dtype in (jnp.float32, jnp.float64):
-        model = state_space_of(Matern52(1.5) + Constant(1.0), dtype, 1)
+@pytest.mark.parametrize(
+    ("kernel", "units"),
+    [
+        pytest.param(Matern52(1.5) + Constant(1.0), 1000.0, marks=pytest.mark.thorough),
+        pytest.param(Matern32(0.3) + Matern52(2.0), 1000.0, marks=pytest.mark.exhaustive),
+        pytest.param(Matern32(3.0) * Periodic(1.0, 1.0), 2000.0, marks=pytest.mark.exhaustive),
+    ],
+    ids=["level", "sum", "product"],
+)
+def test_float32_holds_over_close_inducing_times_and_precise_outcomes(kernel, units):
+    rng, many = np.random.default_rng(3), 10_000
+    times, Z = (
+        np.float32(each).astype(float) for each in (np.sort(rng.uniform(0.0, 20.0, many)), np.linspace(0, 20, 800))
+    )
+    y, precision = np.sin(times), np.where((times > 5.0) & (np.abs(times - 10.0) > 1.0) & (times < 15.0), 1e4, 0.0)
+
+    def found(dtype):
+        model = state_space_of(kernel, dtype, 3)
         line = PairTimeline.of(model, jnp.asarray(Z, dtype), jnp.asarray(times, dtype))
-        pair, a = line.seen.pair, line.seen.a
-        lambda1 = jnp.zeros((len(Z) - 1, 8), dtype).at[pair].add(precision * jnp.asarray(y, dtype)[:, None] * a)
-        Lambda2 = jnp.zeros((len(Z) - 1, 8, 8), dtype).at[pair].add(precision * a[:, :, None] * a[:, None, :])
-        q = PairCovariance(line, lambda1, Lambda2).moments()
-        assert q.mean.dtype == dtype
-        found[dtype] = np.asarray(q.mean, float), np.asarray(q.variance, float)
-    (mean, variance), (exact_mean, exact_variance) = found[jnp.float32], found[jnp.float64]
-    assert np.max(np.abs(mean - exact_mean) / np.sqrt(exact_variance)) < 0.5
-    # Each is what precise outcomes leave of a prior variance of 2, by differences of such numbers.
-    assert np.max(np.abs(variance - exact_variance)) < 12.0 * np.finfo(np.float32).eps * 2.0
+        pair, a = np.asarray(line.seen.pair), np.asarray(line.seen.a, float)
+        lambda1, Lambda2 = (np.zeros((len(Z) - 1, *shape)) for shape in (a.shape[-1:], 2 * a.shape[-1:]))
+        np.add.at(lambda1, pair, (precision * y)[:, None] * a)
+        np.add.at(Lambda2, pair, precision[:, None, None] * a[:, :, None] * a[:, None, :])
+        q = PairCovariance(line, jnp.asarray(lambda1, dtype), jnp.asarray(Lambda2, dtype)).moments()
+        assert q.variance.dtype == dtype
+        return np.asarray(q.mean, float), np.asarray(q.variance, float)
+
+    (mean, variance), (exact_mean, exact_variance) = found(jnp.float32), found(jnp.float64)
+    assert np.max(np.abs(mean - exact_mean) / np.sqrt(exact_variance)) < 0.1
+    # Each is what precise outcomes leave of a prior variance of 1 or 2, near or far from them.
+    assert np.max(np.abs(variance - exact_variance)) < units * np.finfo(np.float32).eps
+
+
+def test_sites_of_negative_precision_and_second_derivatives_are_those_of_dense_algebra():
+    kernel, rng = Matern32(0.7, 1.3) + Constant(2.0), np.random.default_rng(4)
+    linear, precision = rng.normal(size=N), rng.uniform(-0.3, 0.6, N)
+    lambda1, Lambda2 = sites_of(line_of(kernel), linear, precision)
+    assert np.min(np.linalg.eigvalsh(Lambda2)) < -0.01
+    row = int(np.argmin(TIMES))
+
+    def variance(log_lengthscale):
+        model = state_space_of(Matern32(0.7 * jnp.exp(log_lengthscale), 1.3) + Constant(2.0), jnp.float64, 8)
+        line = PairTimeline.of(model, jnp.asarray(Z), jnp.asarray(TIMES[:, 0]))
+        return PairCovariance(line, lambda1, Lambda2).moments().variance[row]
+
+    def dense_variance(log_lengthscale):
+        # In states whose derivatives are in units of the rate, as those of the sites.
+        kernel = Matern32(0.7 * np.exp(log_lengthscale), 1.3) + Constant(2.0)
+        line, Kuu = line_of(kernel), state_covariances(kernel)[0]
+        d, size = 3, len(Kuu)
+        Lambda = np.zeros((size, size))
+        for j in range(len(Z) - 1):
+            pair = slice(j * d, (j + 2) * d)
+            Lambda[pair, pair] += Lambda2[j]
+        S = Kuu @ np.linalg.inv(np.eye(size) + Lambda @ Kuu)
+        weights = projections(kernel, line)[0][row]
+        return weights @ S @ weights + float(line.seen.rest[row])
+
+    step = 1e-3
+    before, here, after = (dense_variance(each) for each in (-step, 0.0, step))
+
+    def slope(log_lengthscale):
+        return jax.jvp(variance, (log_lengthscale,), (1.0,))
+
+    (value, first), (_, second) = jax.jit(lambda x: jax.jvp(slope, (x,), (1.0,)))(0.0)
+    assert_allclose(value, here, rtol=1e-10)
+    assert_allclose(first, (after - before) / (2.0 * step), rtol=1e-5)
+    assert_allclose(second, (after - 2.0 * here + before) / step**2, rtol=1e-4)
 
 
 @pytest.mark.exhaustive

@@ -48,8 +48,7 @@ class Markov(AbstractRowFamily):
 
     Args:
         num_harmonics: how many waves stand for a `Periodic` kernel, beside its mean.
-        parallel: whether scans over time are associative, for accelerators; None for where the default backend is one,
-            in float64.
+        parallel: whether scans over time are associative, for accelerators; None for where the default backend is one.
         space: these places, (M, D − 1), for inputs of D columns; None for functions of time.
     """
 
@@ -121,6 +120,6 @@ class Markov(AbstractRowFamily):
         model = state_space_of(prior.kernel, dtype, self.num_harmonics)
         parallel = self.parallel
         if parallel is None:
-            parallel = jax.default_backend() != "cpu" and dtype == jnp.float64
+            parallel = jax.default_backend() != "cpu"
         order, interval, places = in_ascending_order(times)
         return Timeline(model, interval, order, places[first:], parallel)

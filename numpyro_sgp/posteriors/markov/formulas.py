@@ -1,11 +1,13 @@
 """Smoothing of Gaussian sites on a Markov process, in O(N): marginals, divergence and draws.
 
 The posterior is q(f) ∝ p(f) Π_n exp(λ₁ₙ fₙ − ½ wₙ fₙ²), at times in ascending order. A Kalman filter runs forwards and
-a modified Bryson-Frazier smoother backwards, which inverts nothing: with m⁻, P⁻ the prediction of the state from the
-sites before it, φ = P⁻h, s = hᵀφ, μ = hᵀm⁻, D = 1 + w s, e = (λ₁ − w μ)/D and W = w/D,
+a modified Bryson-Frazier smoother backwards, which inverts nothing. The state is taken with f itself as its first
+number; then what a site does to it is known without cancellation, however precise the site is. With m⁻, P⁻ the
+prediction of the state from the sites before it, φ the first column of P⁻, s and μ the first numbers of φ and m⁻, D =
+1 + w s, e = (λ₁ − w μ)/D, W = w/D, and C the identity but for its first column, c = (1/D, −W φ₂, ..., −W φ_d),
 
-    filter:    m = m⁻ + φ e,   P = C P⁻ Cᵀ + φ φᵀ w/D²,   C = I − φ hᵀ W
-    smoother:  g⁻ = −h e + Cᵀg,   G⁻ = h hᵀ W + Cᵀ G C,   g = Aᵀg⁻,   G = AᵀG⁻A   (of the time before)
+    filter:    m = m⁻ + φ e,   P = P⁻ − W φ φᵀ, of which the first row and column are φ/D
+    smoother:  g⁻ = Cᵀg − e₁ e,   G⁻ = Cᵀ G C + e₁ e₁ᵀ W,   g = Aᵀg⁻,   G = AᵀG⁻A   (of the time before)
     marginals: E f = μ + s e − φᵀg/D,   Var f = s/D − φᵀ G φ / D²
     log Z = Σ [ ½ (λ₁² s + 2 λ₁ μ − w μ²)/D − ½ log D ],   KL = Σ [ λ₁ m − ½ w (m² + v) ] − log Z
 
@@ -19,16 +21,17 @@ References:
 from collections.abc import Callable
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array, lax
 import jax.numpy as jnp
+import numpy as np
 
 from numpyro_sgp.math.products import matmul, matvec
 from numpyro_sgp.posteriors.markov.state_space import AbstractStateSpace
 
-__all__ = ["Smoothed", "at_site", "before_site", "small_product", "smoothed", "state_draws", "two_passes"]
+__all__ = ["SiteUpdate", "Smoothed", "site_update", "small_product", "smoothed", "state_draws", "two_passes"]
 
 
 @jax.tree_util.register_dataclass
@@ -52,21 +55,34 @@ class Smoothed:
         return jnp.sum(sites, axis=-1) - self.log_normaliser
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """What the filter leaves for the smoother at one site, or at each: scalars (...), φ (..., d), A (..., d, d).
-
-    A is None where it is kept elsewhere.
-    """
+class SiteUpdate(NamedTuple):
+    """What a site exp(λ₁ f − ½ w f²) makes of f ~ N(μ, s): scalars (...), as named above."""
 
     mu: Array
     s: Array
     D: Array
     e: Array
     W: Array
+
+
+def site_update(mu: Array, s: Array, lambda1: Array, w: Array) -> tuple[SiteUpdate, Array]:
+    """What a site makes of f ~ N(μ, s), and log E exp(λ₁ f − ½ w f²)."""
+    D = 1.0 + w * s
+    log_z = 0.5 * (lambda1 * lambda1 * s + 2.0 * lambda1 * mu - w * mu * mu) / D - 0.5 * jnp.log1p(w * s)
+    return SiteUpdate(mu, s, D, (lambda1 - w * mu) / D, w / D), log_z
+
+
+class _Kept(NamedTuple):
+    """What the filter leaves for the smoother at one time, or at each: the site's update, φ (..., d), A (..., d, d)."""
+
+    site: SiteUpdate
     phi: Array
-    A: Any
+    A: Array
+
+    @property
+    def c(self) -> Array:
+        """The first column of C, (..., d)."""
+        return _first_number(1.0 / self.site.D, -self.site.W[..., None] * self.phi)
 
 
 # A scan of sums is one loop of the compiler, where products of matrices are a call each. Measured on a CPU: a quarter
@@ -86,55 +102,68 @@ def _times(A: Array, x: Array) -> Array:
     return jnp.sum(A * x[..., None, :], axis=-1)
 
 
-def at_site(m: Array, P: Array, A: Any, lambda1: Array, w: Array, h: Array) -> tuple[Array, Array, Update, Array]:
+def _first_number(first: Array, x: Array) -> Array:
+    """X with another first number."""
+    return jnp.where(np.arange(x.shape[-1]) == 0, first[..., None], x)
+
+
+def _first_row_and_column(x: Array, X: Array) -> Array:
+    """A symmetric matrix X with x as its first row and column."""
+    is_first = np.arange(X.shape[-1]) == 0
+    return jnp.where(is_first[:, None], x[..., None, :], jnp.where(is_first, x[..., :, None], X))
+
+
+def _at_site(m: Array, P: Array, A: Array, lambda1: Array, w: Array) -> tuple[Array, Array, _Kept, Array]:
     """The state after a site, from the prediction before it; and the site's part of log Z."""
-    phi, mu = _times(P, h), jnp.sum(m * h, axis=-1)
-    s = jnp.sum(phi * h, axis=-1)
-    D = 1.0 + w * s
-    e, W = (lambda1 - w * mu) / D, w / D
-    log_z = 0.5 * (lambda1 * lambda1 * s + 2.0 * lambda1 * mu - w * mu * mu) / D - 0.5 * jnp.log1p(w * s)
-    m = m + phi * e[..., None]
-    # C P Cᵀ + φφᵀ w/D²: after a precise outcome rounding is small beside what is left of P.
-    half = P - (phi * W[..., None])[..., :, None] * phi[..., None, :]  # C P
-    column = jnp.sum(half * h[..., None, :], axis=-1)
-    outer = phi[..., :, None] * phi[..., None, :] * (W / D)[..., None, None]
-    P = half - column[..., :, None] * (phi * W[..., None])[..., None, :] + outer
-    P = 0.5 * (P + P.mT)
-    return m, P, Update(mu, s, D, e, W, phi, A), log_z
+    phi = P[..., 0]
+    site, log_z = site_update(m[..., 0], phi[..., 0], lambda1, w)
+    m = m + phi * site.e[..., None]
+    P = P - site.W[..., None, None] * phi[..., :, None] * phi[..., None, :]
+    return m, _first_row_and_column(phi / site.D[..., None], P), _Kept(site, phi, A), log_z
 
 
-def _forward(state: tuple[Array, Array], step: tuple, h: Array) -> tuple[tuple[Array, Array], tuple[Update, Array]]:
+def _forward(state: tuple[Array, Array], step: tuple) -> tuple[tuple[Array, Array], tuple[_Kept, Array]]:
     m, P = state
     A, Q, lambda1, w = step
-    m, P = _times(A, m), small_product(small_product(A, P), A.mT) + Q
-    m, P, update, log_z = at_site(m, P, A, lambda1, w, h)
-    return (m, P), (update, log_z)
+    P = small_product(small_product(A, P), A.mT) + Q
+    m, P, kept, log_z = _at_site(_times(A, m), 0.5 * (P + P.mT), A, lambda1, w)
+    return (m, P), (kept, log_z)
 
 
-def _marginals(update: Update, g: Array, G: Array) -> tuple[Array, Array]:
-    phi_g = jnp.sum(update.phi * g, axis=-1)
-    phi_G_phi = jnp.sum(update.phi * _times(G, update.phi), axis=-1)
-    mean = update.mu + update.s * update.e - phi_g / update.D
-    variance = update.s / update.D - phi_G_phi / update.D**2
-    return mean, jnp.maximum(variance, jnp.finfo(variance.dtype).eps * update.s)
+def _marginals(kept: _Kept, g: Array, G: Array) -> tuple[Array, Array]:
+    site, phi_g = kept.site, jnp.sum(kept.phi * g, axis=-1)
+    phi_G_phi = jnp.sum(kept.phi * _times(G, kept.phi), axis=-1)
+    mean = site.mu + site.s * site.e - phi_g / site.D
+    variance = site.s / site.D - phi_G_phi / site.D**2
+    return mean, jnp.maximum(variance, jnp.finfo(variance.dtype).eps * site.s)
 
 
-def before_site(g: Array, G: Array, update: Update, h: Array) -> tuple[Array, Array]:
-    """Of the state before a site g and G, Cᵀg − h e and CᵀGC + hhᵀW with C = I − φhᵀW."""
-    phi_G = _times(G, update.phi)
-    W = update.W[..., None]
-    g = g - h * (W[..., 0] * jnp.sum(update.phi * g, axis=-1) + update.e)[..., None]
-    across = (W * phi_G)[..., :, None] * h[..., None, :]
-    own = update.W + update.W**2 * jnp.sum(update.phi * phi_G, axis=-1)
-    return g, G - across - across.mT + own[..., None, None] * h[..., :, None] * h[..., None, :]
-
-
-def _backward(state: tuple[Array, Array], update: Update, h: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+def _backward(state: tuple[Array, Array], kept: _Kept) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """Of the time before g and G, and the marginals of this one."""
-    found = _marginals(update, *state)
-    g, G = before_site(*state, update, h)
-    A_t = update.A.mT
-    return (_times(A_t, g), small_product(small_product(A_t, G), update.A)), found
+    g, G = state
+    found = _marginals(kept, g, G)
+    c, A_t = kept.c, kept.A.mT
+    g = _first_number(jnp.sum(c * g, axis=-1) - kept.site.e, g)
+    across = _times(G, c)
+    G = _first_row_and_column(_first_number(jnp.sum(c * across, axis=-1) + kept.site.W, across), G)
+    return (_times(A_t, g), small_product(small_product(A_t, G), kept.A)), found
+
+
+def _from_f(h: np.ndarray, X: Array) -> Array:
+    """T X, where T x has f = hᵀx as its first number and the others of x (h₁ = 1)."""
+    others = [float(each) * X[..., j, :] for j, each in enumerate(h) if j and each]
+    first = sum(others, start=X[..., 0, :])
+    return jnp.concatenate([first[..., None, :], X[..., 1:, :]], axis=-2)
+
+
+def _steps_from_f(model: AbstractStateSpace, interval: Array) -> tuple[Array, Array]:
+    """Transitions and noise of a state with f as its first number, T A T⁻¹ and T Q Tᵀ, (..., N, d, d)."""
+    A, Q, h = model.transition(interval), model.noise(interval), model.h
+    if not np.any(h[1:]):
+        return A, Q
+    h = np.asarray(h, A.dtype)
+    A = _from_f(h, A)
+    return A - np.append(0.0, h[1:]).astype(h.dtype) * A[..., :1], _from_f(h, _from_f(h, Q).mT)
 
 
 def _first_axis(x: Array, axis: int) -> Array:
@@ -167,12 +196,9 @@ def smoothed(
         lambda1: λ₁, (..., N).
         precision: w ≥ 0, (..., N).
         parallel: as associative scans, for an accelerator: more operations in log N rounds, all states in memory.
-
-    Raises:
-        ValueError: `parallel` in float32, where the scans lose all digits once sites are precise.
     """
-    h = jnp.asarray(model.h, lambda1.dtype)
-    P = model.covariance
+    h = np.asarray(model.h, lambda1.dtype)
+    P = _from_f(h, _from_f(h, model.covariance).mT)
     # Covariances do not depend on λ₁.
     of_covariance = jnp.broadcast_shapes(P.shape[:-2], precision.shape[:-1])
     batch = jnp.broadcast_shapes(of_covariance, lambda1.shape[:-1])
@@ -183,28 +209,16 @@ def smoothed(
     m = jnp.zeros((*batch, P.shape[-1]), P.dtype)
     interval = interval.at[0].set(0.0)
     if parallel:
-        if lambda1.dtype != jnp.float64:
-            msg = (
-                f"`parallel=True` needs float64, got {lambda1.dtype}: associative scans lose the digits of precise "
-                "outcomes. Call `numpyro.enable_x64()`, or leave `parallel` out."
-            )
-            raise ValueError(msg)
-        return _smoothed_in_parallel(model, h, m, P, interval, lambda1, w)
+        return _smoothed_in_parallel(model, m, P, interval, lambda1, w)
     sites = (_first_axis(site, -1) for site in (lambda1, w))
 
     def steps(block: tuple) -> tuple:
         interval, *sites = block
-        A, Q = model.transition(interval), model.noise(interval)
-        A, Q = (jnp.broadcast_to(each, (*of_covariance, *each.shape[-3:])) for each in (A, Q))
+        each_step = _steps_from_f(model, interval)
+        A, Q = (jnp.broadcast_to(each, (*of_covariance, *each.shape[-3:])) for each in each_step)
         return _first_axis(A, -3), _first_axis(Q, -3), *sites
 
-    found, log_z = two_passes(
-        (m, P),
-        (interval, *sites),
-        lambda state, known: _forward(state, known, h),
-        lambda state, update: _backward(state, update, h),
-        steps,
-    )
+    found, log_z = two_passes((m, P), (interval, *sites), _forward, _backward, steps)
     mean, variance = (jnp.moveaxis(x, 0, -1) for x in found)
     return Smoothed(mean, variance, log_z)
 
@@ -215,15 +229,18 @@ def two_passes(
     forward: Callable[[tuple, tuple], tuple[tuple, tuple]],
     backward: Callable[[tuple, Any], tuple[tuple, Any]],
     steps: Callable[[tuple], tuple] = lambda block: block,
+    *,
+    end: tuple | None = None,
 ) -> tuple[Any, Array]:
     """A filter forwards and a smoother backwards, which keep the states at every √K-th of K rows.
 
     Args:
-        start: the first state, of which one of zeros has the shape of what the smoother starts with.
+        start: the filter's first state.
         rows: arrays with K rows in front. Rows of zeros, which are added at the end, must say nothing.
         forward: from a state and a row to the next state, and what is kept for the smoother with the row's log Z.
         backward: from a state of the smoother and what was kept to its next state, and what it finds.
         steps: what `forward` gets of some rows at once.
+        end: what the smoother starts with; None for zeros in the shape of `start`.
 
     Returns:
         What the smoother finds, with the rows in front, and the sum of log Z.
@@ -252,27 +269,31 @@ def two_passes(
 
     blocks = _chunks(*rows)
     _, (starts, log_z) = lax.scan(forwards, start, blocks)
-    _, found = lax.scan(backwards, jax.tree.map(jnp.zeros_like, start), (starts, blocks), reverse=True)
+    if end is None:
+        end = jax.tree.map(jnp.zeros_like, start)
+    _, found = lax.scan(backwards, end, (starts, blocks), reverse=True)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:K], found), jnp.sum(log_z, axis=0)
 
 
 def _smoothed_in_parallel(
-    model: AbstractStateSpace, h: Array, m: Array, P: Array, interval: Array, lambda1: Array, w: Array
+    model: AbstractStateSpace, m: Array, P: Array, interval: Array, lambda1: Array, w: Array
 ) -> Smoothed:
     batch, d = P.shape[:-2], P.shape[-1]
-    A, Q = model.transition(interval), model.noise(interval)
-    A, Q = (_first_axis(jnp.broadcast_to(each, (*batch, *each.shape[-3:])), -3) for each in (A, Q))
+    A, Q = (
+        _first_axis(jnp.broadcast_to(each, (*batch, *each.shape[-3:])), -3) for each in _steps_from_f(model, interval)
+    )
     lambda1, w = (_first_axis(each, -1) for each in (lambda1, w))
     # The first state comes from nothing: A = 0, and its noise is P.
     first = jnp.arange(len(interval)).reshape(-1, *(1,) * (A.ndim - 1)) == 0
     from_before, Q = jnp.where(first, 0.0, A), jnp.where(first, P, Q)
 
     # p(x_k | x_{k−1}, site k) = N(F x + b, Σ), and the site as a function of x_{k−1}, exp(ηᵀx − ½ xᵀJx).
-    phi = matvec(Q, h)
-    D = 1.0 + w * jnp.sum(phi * h, axis=-1)
-    W, row = (w / D)[..., None], matvec(from_before.mT, h)
+    phi, row = Q[..., 0], from_before[..., 0, :]
+    D = 1.0 + w * phi[..., 0]
+    W = (w / D)[..., None]
     F = from_before - (W * phi)[..., :, None] * row[..., None, :]
-    Sigma = Q - (W * phi)[..., :, None] * phi[..., None, :]
+    F = jnp.concatenate([(row / D[..., None])[..., None, :], F[..., 1:, :]], axis=-2)
+    Sigma = _first_row_and_column(phi / D[..., None], Q - (W * phi)[..., :, None] * phi[..., None, :])
     linear = (lambda1 / D)[..., None]
     elements = (F, phi * linear, Sigma, row * linear, (W * row)[..., :, None] * row[..., None, :])
     eye = jnp.eye(d, dtype=P.dtype)
@@ -294,14 +315,12 @@ def _smoothed_in_parallel(
     P_before = jnp.concatenate([jnp.zeros_like(P_after[:1]), P_after[:-1]])
     m_before = matvec(from_before, m_before)
     P_before = matmul(matmul(from_before, P_before), from_before.mT) + Q
-    _, _, update, log_z = at_site(m_before, P_before, A, lambda1, w, h)
+    _, _, kept, log_z = _at_site(m_before, P_before, A, lambda1, w)
 
     # Backwards, g and G are affine: Cᵀ and Aᵀ around those of the time after, and the site's own.
-    W = update.W[..., None]
-    C = eye - (W * update.phi)[..., :, None] * h
-    kept, row = matmul(C, A), matvec(A.mT, h)
-    own_g = -row * update.e[..., None]
-    own_G = (W * row)[..., :, None] * row[..., None, :]
+    C = jnp.concatenate([kept.c[..., None], jnp.broadcast_to(eye[:, 1:], (*A.shape[:-1], d - 1))], axis=-1)
+    row = A[..., 0, :]
+    own_g, own_G = -row * kept.site.e[..., None], (kept.site.W[..., None] * row)[..., :, None] * row[..., None, :]
 
     def before(late: tuple, early: tuple) -> tuple:
         K2, g2, G2 = late
@@ -309,10 +328,10 @@ def _smoothed_in_parallel(
         K1_t = K1.mT
         return matmul(K2, K1), matvec(K1_t, g2) + g1, matmul(matmul(K1_t, G2), K1) + G1
 
-    _, g, G = lax.associative_scan(before, (kept, own_g, own_G), reverse=True)
+    _, g, G = lax.associative_scan(before, (matmul(C, A), own_g, own_G), reverse=True)
     g = jnp.concatenate([g[1:], jnp.zeros_like(g[:1])])
     G = jnp.concatenate([G[1:], jnp.zeros_like(G[:1])])
-    mean, variance = (jnp.moveaxis(x, 0, -1) for x in _marginals(update, g, G))
+    mean, variance = (jnp.moveaxis(x, 0, -1) for x in _marginals(kept, g, G))
     return Smoothed(mean, variance, jnp.sum(log_z, axis=0))
 
 

@@ -45,8 +45,8 @@ class AutoMarkovGP(AbstractAutoSparseGP):
         space: places Z, (M, D − 1), in the columns of X without the time; they are not trained. None for functions of
             time.
         num_harmonics: how many waves stand for a `Periodic` kernel; more for one whose `lengthscale` is below 0.5.
-        parallel: run over time by associative scans, in log N rounds, with all states in memory. They need float64.
-            None takes them where the default backend is an accelerator and the inputs are float64, without `space`.
+        parallel: run over time by associative scans, in log N rounds, with all states in memory. None takes them where
+            the default backend is an accelerator, without `space`.
         base: guide for the other latents: an autoguide class, or a guide. A class starts a latent at what was observed
             of it, if it is the location of an outcome, and near its prior median otherwise.
         joint: which other latents have one joint Gaussian with a GP site: "auto" for all that meet it in a term of the

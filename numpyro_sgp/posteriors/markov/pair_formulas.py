@@ -11,8 +11,15 @@ Before the first time and after the last f is known from the nearest state.
 The site of a pair is the product of K = 2d sites of single numbers: with Λ = U D Uᵀ, U triangular in some order of
 the numbers and D diagonal, and c = U⁻¹λ, those of c_k h_kᵀy − ½ D_k (h_kᵀy)², h_k the columns of U. So with m and P
 mean and covariance of xⱼ from the pairs before, the pair has the mean H m and the covariance H P Hᵀ + diag(0, Q), H =
-[I, Aᵀ]ᵀ, and filter and smoother take in one number after the other, as those of `formulas` do. After its sites let
-the pair have mean and covariance μ and V. With g and G of the state after it,
+[I, Aᵀ]ᵀ, and filter and smoother take in one number after the other: with φ = P h, s = hᵀφ, μ = hᵀm, and D, e and W
+as in `formulas`,
+
+    filter:    m⁺ = m + φ e,   P⁺ = C P Cᵀ + φ φᵀ D_k/D²,   C = I − φ hᵀ W
+    smoother:  g = Cᵀg⁺ − h e,   G = Cᵀ G⁺ C + h hᵀ W
+
+The smoother keeps a root of G, in which what precise sites say of some directions leaves the digits of the others: G =
+R Rᵀ + E, where Cᵀ R and h √W side by side become a square matrix again by a rotation, and E is what sites of negative
+precision say. After its sites let the pair have mean and covariance μ and V. With g and G of the state after it,
 
     marginals: E y = μ − V Eᵀg,   Cov y = V − V EᵀG E V,   E = [0, I].
 
@@ -23,7 +30,7 @@ References:
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import Array, lax
@@ -31,7 +38,7 @@ import jax.numpy as jnp
 
 from numpyro_sgp.math.linalg import diagonal
 from numpyro_sgp.math.products import matvec
-from numpyro_sgp.posteriors.markov.formulas import at_site, before_site, small_product, two_passes
+from numpyro_sgp.posteriors.markov.formulas import site_update, small_product, two_passes
 from numpyro_sgp.posteriors.markov.state_space import AbstractStateSpace
 
 __all__ = ["PairProjections", "SmoothedPairs", "pair_projections", "smoothed_pairs"]
@@ -145,14 +152,36 @@ def _single_sites(linear: Array, precision: Array, variances: Array) -> tuple[Ar
     return jnp.moveaxis(c, 0, -1), jnp.moveaxis(D, 0, -1), jnp.moveaxis(h, 0, -2)
 
 
+class _Number(NamedTuple):
+    """What the filter leaves for the smoother of a site of one number: e, W (...), φ and h (..., K)."""
+
+    e: Array
+    W: Array
+    phi: Array
+    h: Array
+
+
 class _Kept(NamedTuple):
     """What the filter leaves for the smoother of a pair: after its sites μ and V, these, and A."""
 
     mean: Array
     V: Array
-    updates: Any
-    h: Array
+    numbers: _Number
     A: Array
+
+
+def _at_number(m: Array, P: Array, c: Array, D: Array, h: Array) -> tuple[Array, Array, _Number, Array]:
+    """The pair after a site of one number, and the site's part of log Z."""
+    phi = jnp.sum(P * h[..., None, :], axis=-1)
+    site, log_z = site_update(jnp.sum(m * h, axis=-1), jnp.sum(phi * h, axis=-1), c, D)
+    m = m + phi * site.e[..., None]
+    # C P Cᵀ + φφᵀ W/D: after a precise outcome rounding is small beside what is left of P.
+    scaled = phi * site.W[..., None]
+    half = P - scaled[..., :, None] * phi[..., None, :]  # C P
+    column = jnp.sum(half * h[..., None, :], axis=-1)
+    outer = phi[..., :, None] * phi[..., None, :] * (site.W / site.D)[..., None, None]
+    P = half - column[..., :, None] * scaled[..., None, :] + outer
+    return m, 0.5 * (P + P.mT), _Number(site.e, site.W, phi, h), log_z
 
 
 def _forward(state: tuple[Array, Array], known: tuple) -> tuple[tuple[Array, Array], tuple[_Kept, Array]]:
@@ -165,34 +194,67 @@ def _forward(state: tuple[Array, Array], known: tuple) -> tuple[tuple[Array, Arr
     mu = jnp.concatenate([m, small_product(A, m[..., None])[..., 0]], axis=-1)
 
     def site(state: tuple[Array, Array], known: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], tuple]:
-        m, P, update, log_z = at_site(*state, None, *known)
-        return (m, P), (update, log_z)
+        m, P, number, log_z = _at_number(*state, *known)
+        return (m, P), (number, log_z)
 
     sites = jnp.moveaxis(c, -1, 0), jnp.moveaxis(D, -1, 0), jnp.moveaxis(h, -2, 0)
-    (mean, V), (updates, log_z) = lax.scan(site, (mu, S), sites)
-    return (mean[..., d:], V[..., d:, d:]), (_Kept(mean, V, updates, sites[2], A), jnp.sum(log_z, axis=0))
+    (mean, V), (numbers, log_z) = lax.scan(site, (mu, S), sites)
+    return (mean[..., d:], V[..., d:, d:]), (_Kept(mean, V, numbers, A), jnp.sum(log_z, axis=0))
 
 
-def _backward(state: tuple[Array, Array], kept: _Kept) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Before a pair g and G, and the marginals of the pair."""
-    g, G = state
+def _rotated(X: Array) -> tuple[Array, Array]:
+    """R and E with R Rᵀ + E = X Xᵀ, R (..., d, d), of X (..., d, k): E is rounding.
+
+    The rotation is a constant where derivatives are taken. They are exact, since the sum is X Xᵀ for any rotation: R
+    has those of first order, and E the others.
+    """
+    Q = jnp.linalg.qr(lax.stop_gradient(X).mT)[0]
+    R = small_product(X, Q)
+    rest = X - small_product(R, Q.mT)
+    return R, small_product(rest, rest.mT)
+
+
+def _before_number(
+    state: tuple[Array, Array, Array], number: _Number, column: Array
+) -> tuple[tuple[Array, Array, Array], None]:
+    """Before a site g, and the parts X and E of G = X Xᵀ + E; the site has a column of X, (d + K,) zeros and a one."""
+    g, X, E = state
+    phi, h, W = number.phi, number.h, number.W
+    g = g - h * (W * jnp.sum(phi * g, axis=-1) + number.e)[..., None]
+    has_root = W > 0.0
+    root = jnp.where(has_root, jnp.sqrt(jnp.where(has_root, W, 1.0)), 0.0)
+    phi_X = jnp.sum(phi[..., :, None] * X, axis=-2)
+    X = X + h[..., :, None] * (root[..., None] * column - W[..., None] * phi_X)[..., None, :]
+    phi_E = jnp.sum(phi[..., :, None] * E, axis=-2)
+    across = (W[..., None] * phi_E)[..., :, None] * h[..., None, :]
+    own = jnp.where(has_root, 0.0, W) + W**2 * jnp.sum(phi_E * phi, axis=-1)
+    return (g, X, E - across - across.mT + own[..., None, None] * h[..., :, None] * h[..., None, :]), None
+
+
+def _backward(state: tuple[Array, Array, Array], kept: _Kept) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:
+    """Before a pair g, R and E, and the marginals of the pair."""
+    g, R, E = state
     d = g.shape[-1]
     to_end = kept.V[..., :, d:]
     mean = kept.mean - small_product(to_end, g[..., None])[..., 0]
-    covariance = kept.V - small_product(small_product(to_end, G), to_end.mT)
+    seen = small_product(to_end, R)
+    covariance = kept.V - small_product(seen, seen.mT) - small_product(small_product(to_end, E), to_end.mT)
+    K = 2 * d
     g = jnp.concatenate([jnp.zeros_like(g), g], axis=-1)
-    G = jnp.pad(G, [(0, 0)] * (G.ndim - 2) + [(d, 0), (d, 0)])
-
-    def site(state: tuple[Array, Array], known: tuple[Any, Array]) -> tuple[tuple[Array, Array], None]:
-        return before_site(*state, *known), None
-
-    (g, G), _ = lax.scan(site, (g, G), (kept.updates, kept.h), reverse=True)
+    in_front = [(0, 0)] * (R.ndim - 2)
+    X, E = jnp.pad(R, [*in_front, (d, 0), (0, K)]), jnp.pad(E, [*in_front, (d, 0), (d, 0)])
+    columns = jnp.eye(d + K, dtype=R.dtype)[d:]
+    (g, X, E), _ = lax.scan(
+        lambda state, known: _before_number(state, *known), (g, X, E), (kept.numbers, columns), reverse=True
+    )
 
     def turned(X: Array) -> Array:
         """HᵀX."""
         return X[..., :d, :] + small_product(kept.A.mT, X[..., d:, :])
 
-    return (turned(g[..., None])[..., 0], turned(turned(G).mT)), (mean, covariance)
+    R, rest = _rotated(turned(X))
+    E = turned(turned(E).mT) + rest
+    return (turned(g[..., None])[..., 0], R, E), (mean, covariance)
 
 
 def smoothed_pairs(model: AbstractStateSpace, intervals: Array, linear: Array, precision: Array) -> SmoothedPairs:
@@ -220,8 +282,10 @@ def smoothed_pairs(model: AbstractStateSpace, intervals: Array, linear: Array, p
         A, Q = (jnp.broadcast_to(each, (*of_covariance, *each.shape[-3:])) for each in (A, Q))
         return jnp.moveaxis(A, -3, 0), jnp.moveaxis(Q, -3, 0), *sites
 
-    variances = diagonal(P)
+    nothing, variances = jnp.zeros_like(P), diagonal(P)
     c, D, h = _single_sites(linear, precision, jnp.concatenate([variances, variances], axis=-1)[..., None, :])
     rows = intervals, jnp.moveaxis(c, -2, 0), jnp.moveaxis(D, -2, 0), jnp.moveaxis(h, -3, 0)
-    (mean, covariance), log_z = two_passes((m, P), rows, _forward, _backward, steps)
+    (mean, covariance), log_z = two_passes(
+        (m, P), rows, _forward, _backward, steps, end=(jnp.zeros_like(m), nothing, nothing)
+    )
     return SmoothedPairs(jnp.moveaxis(mean, 0, -2), jnp.moveaxis(covariance, 0, -3), log_z)

@@ -34,7 +34,7 @@ class AbstractStateSpace(ABC):
     @property
     @abstractmethod
     def h(self) -> np.ndarray:
-        """Which numbers of the state add up to f, (d,)."""
+        """Which numbers of the state add up to f, (d,): the first of them does."""
 
     @property
     @abstractmethod
@@ -354,6 +354,7 @@ def _shares_of_waves(lengthscale: Array, num: int) -> Array:
     size = max(256, 8 * (num + 1))
     angles = 2.0 * math.pi * np.arange(size) / size
     waves = np.cos(np.arange(num + 1)[:, None] * angles) * np.where(np.arange(num + 1) == 0, 1.0, 2.0)[:, None] / size
-    values = jnp.exp((np.cos(angles) - 1.0) / lengthscale[..., None] ** 2)
-    shares = jnp.maximum(jnp.sum(values[..., None, :] * jnp.asarray(waves, lengthscale.dtype), axis=-1), 0.0)
+    cosines, waves = (np.asarray(each, lengthscale.dtype) for each in (np.cos(angles), waves))
+    values = jnp.exp((cosines - 1.0) / lengthscale[..., None] ** 2)
+    shares = jnp.maximum(jnp.sum(values[..., None, :] * waves, axis=-1), 0.0)
     return shares / jnp.sum(shares, axis=-1, keepdims=True)
