@@ -515,10 +515,8 @@ def test_a_batch_of_kernels_gives_each_latent_s_posterior(kind, natural):
         assert_allclose(q.kl[c], alone.kl, rtol=1e-9)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("kind", "kl_rows"), [("orthogonal", 2), pytest.param("solve", None, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kind", "kl_rows"), [("orthogonal", 2), ("solve", None)])
 def test_two_sites_a_plate_and_sampled_hyperparameters_train_and_predict(kind, kl_rows):
     def model(X, y=None, num_data=None):
         lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.5))

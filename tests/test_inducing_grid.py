@@ -95,7 +95,9 @@ def _roots(params):
     return sorted(name.removeprefix("f_auto_") for name in params if name.startswith("f_auto_R"))
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize(
+    "problem", [pytest.param(p, marks=pytest.mark.thorough if p in {"three axes", "a batch"} else ()) for p in PROBLEMS]
+)
 @pytest.mark.usefixtures("x64")
 def test_marginals_covariance_draws_and_divergence_are_those_of_dense_algebra(problem):
     D, kernel, axes = PROBLEMS[problem]
@@ -217,6 +219,7 @@ def test_it_can_hold_the_exact_posterior_of_rows_on_the_grid():
     assert_allclose(loss, -evidence, rtol=1e-8)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("x64")
 def test_training_makes_no_array_of_the_size_of_a_dense_one():
     grid = sgp.InducingGrid.at(np.linspace(0.0, 30.0, 30), np.linspace(0.0, 30.0, 31))

@@ -237,7 +237,9 @@ def test_hyperparameters_have_the_gradient_of_the_dense_bound(covariates):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("covariates", [None, W], ids=["f alone", "with effects"])
+@pytest.mark.parametrize(
+    "covariates", [None, pytest.param(W, marks=pytest.mark.exhaustive)], ids=["f alone", "with effects"]
+)
 def test_steps_on_minibatches_average_to_the_step_on_all_rows(covariates):
     guide = sgp.AutoMarkovGP(gaussian, inducing=Z)
     svi = SVI(gaussian, guide, sgp.NaturalGradient(0.3, optax.sgd(0.0)), sgp.QuadratureELBO(20))
@@ -262,7 +264,7 @@ def test_steps_on_minibatches_average_to_the_step_on_all_rows(covariates):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "covariates", [pytest.param(None, marks=pytest.mark.exhaustive), W], ids=["f alone", "with effects"]
+    "covariates", [None, pytest.param(W, marks=pytest.mark.exhaustive)], ids=["f alone", "with effects"]
 )
 def test_with_all_times_it_is_the_posterior_with_a_site_in_each_row(covariates):
     args, options = (TIMES, covariates, COUNTS), {"num_steps": 20, "step_size": 0.7}

@@ -16,7 +16,6 @@ KEPT = {
     "benchmarks": {
         "benchmark_runs_in_its_reduced_mode_and_prints_versions_and_device": {
             "startup",
-            "step_time",
         },
     },
     "conditioning": {
