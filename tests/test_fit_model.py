@@ -1,5 +1,6 @@
 """`fit` of a model: ends at the optimum of the exact evidence, with its curvature; its choices and its certificate."""
 
+import dataclasses
 import sys
 import time
 from types import SimpleNamespace
@@ -15,14 +16,17 @@ from numpyro.infer.autoguide import AutoDelta, AutoNormal
 import optax
 import oracles
 import pytest
-from scipy.optimize import minimize
+from scipy.optimize import minimize, rosen, rosen_der
 
 import numpyro_sgp as sgp
 from numpyro_sgp.distributions import sparse_regression
+from numpyro_sgp.fitting.automatic import profile as profile_module
+from numpyro_sgp.fitting.automatic import search as search_module
 from numpyro_sgp.fitting.automatic.budget import Budget, parsed_budget
 from numpyro_sgp.fitting.automatic.placing import placed, precision_of_rows, unexplained
 from numpyro_sgp.fitting.automatic.profile import Profile
 from numpyro_sgp.fitting.automatic.report import evidence_of
+from numpyro_sgp.fitting.automatic.search import Search
 from numpyro_sgp.fitting.automatic.task import Task, effects, few_rows, is_over_time
 
 module = sys.modules["numpyro_sgp.fitting.automatic.fit_model"]  # the attribute is the function
@@ -268,6 +272,40 @@ def test_a_budget_leaves_most_of_its_time_to_the_batches(monkeypatch):
         data = np.zeros((rows, 1)), np.zeros(rows)
         sgp.fit(regression, KEY, data, budget=1e6, num_inducing=5, num_steps=5, joint=False)
     assert_allclose(np.subtract(deadlines, start), [0.35e6, 1e6, 1e6, 1e6], rtol=1e-3)
+
+
+def test_a_search_leaves_time_for_the_curvature(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    for each in (profile_module, search_module):
+        monkeypatch.setattr(each, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    common = {"data": (X, Y), "rows": N, "loss": sgp.QuadratureELBO(), "base": AutoNormal, "joint": False}
+    choices = {"inducing": X[::4], "learn_inducing": None, "most_inducing": 10, "number_given": False}
+    task = Task(model=regression, **common, **choices, most_whole=0, deadline=np.inf)
+    search = Search(task, np.arange(N), KEY)
+    step, names, ends = search.profile._step, ("lengthscale_auto_loc", "noise_auto_loc"), []
+
+    def slow_step(*args):
+        clock.now += 1.0
+        return step(*args)
+
+    search.profile._step = slow_step
+    search.profile.evaluate({})
+    assert search.profile.seconds == 1.0
+
+    def valley(others):
+        clock.now += 1.0
+        z = np.asarray([others[name] for name in names])
+        return rosen(z), {**jax.tree.map(jnp.zeros_like, others), **dict(zip(names, rosen_der(z), strict=True))}
+
+    monkeypatch.setattr(search.profile, "evaluate", valley)
+    for _ in range(2):
+        start, search.task = clock.now, dataclasses.replace(task, deadline=clock.now + 15.0)
+        search._minimise()
+        assert not search.converged
+        ends.append(clock.now - start)
+        search.profile.seconds = 0.0
+    # Two latents have two curvatures, of two evaluations each.
+    assert 11.0 < ends[0] < 15.0 < ends[1] < 20.0
 
 
 @pytest.mark.thorough

@@ -3,7 +3,7 @@
 The sites maximise the bound, so its total derivative is the partial one: no step is differentiated.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 import time
 from typing import Any, NamedTuple
 
@@ -81,6 +81,7 @@ class Profile:
         eps = float(jnp.finfo(self.state.optim_state[1].loss.dtype).eps)
         self.settled = max(_SETTLED, 20.0 * eps)
         self.evaluations = 0
+        self.seconds = 0.0  # of the last evaluation
         # Whether one natural step leads to the best sites, as with Gaussian noise: not known yet.
         self.exact: bool | None = None
 
@@ -116,7 +117,7 @@ class Profile:
 
     def evaluate(self, others: dict[str, Any], rng_key: Array | None = None) -> tuple[float, dict[str, Any]]:
         """The loss and its gradients at other values of some parameters; infinite where it is not finite."""
-        start = self.state
+        start, begun = self.state, time.perf_counter()
         self.move(others)
         length, before, seen = 1.0, np.inf, None
         for number in range(1 if self.exact else _MOST_STEPS):
@@ -138,6 +139,7 @@ class Profile:
             if value > before:  # too long a step, since without one the value stays
                 length = max(0.5 * length, 0.05)
             before = value
+        self.seconds = time.perf_counter() - begun
         if seen is None:
             self.state = start
             return np.inf, {}
@@ -165,13 +167,13 @@ class Profile:
         first, second = found
         return bool(np.max(np.abs(first - second), initial=0.0) <= 1e-3 * np.max(np.abs(first), initial=1.0))
 
-    def minimise(self, fixed: Collection[str], max_iterations: int, deadline: float) -> tuple[float, bool]:
+    def minimise(self, fixed: Collection[str], max_iterations: int, is_over: Callable[[], bool]) -> tuple[float, bool]:
         """Move all parameters but the fixed ones to the least loss by L-BFGS; returns it, and whether it has converged.
 
         Args:
             fixed: names of parameters.
             max_iterations: of L-BFGS.
-            deadline: when to stop, by `time.perf_counter`.
+            is_over: asked after each iteration whether to stop.
         """
         names = self.others - set(fixed)
         moving = {name: value for name, value in self.unconstrained.items() if name in names}
@@ -190,7 +192,7 @@ class Profile:
             return value, np.asarray(ravel_pytree({name: grads[name] for name in moving})[0], float)
 
         def watch(_: np.ndarray) -> None:
-            if time.perf_counter() > deadline:
+            if is_over():
                 raise StopIteration
 
         x = np.asarray(start, float)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 from typing import Any, cast
 
 import jax
@@ -124,14 +125,14 @@ class Search:
         if self.task.inducing is None and self.inducing:
             for _ in range(_MOST_CHOICES):
                 before = self.value
-                if self.task.is_over or not self._choose():
+                if self._is_over() or not self._choose():
                     break
                 self._minimise()
                 if before - self.value < NEGLIGIBLE * self.rows:
                     break
             if self._may_take_all:
                 self._search_with_all_rows(start)
-        if self.learns and self.inducing and not self.task.is_over:
+        if self.learns and self.inducing and not self._is_over():
             self._begin(self.sparse_guide.with_inducing(self.inducing, learn_inducing=True), self.hyperparameters)
             self._minimise()
 
@@ -144,7 +145,7 @@ class Search:
     def _may_take_all(self) -> bool:
         """Whether the best sites take one step, all rows are few enough to be inducing inputs, and there is time."""
         few = self.num_inducing < self.rows == self.task.rows <= self.task.most_whole
-        return few and bool(self.profile.exact) and not self.task.is_over
+        return few and bool(self.profile.exact) and not self._is_over()
 
     def _search_with_all_rows(self, start: dict[str, Any]) -> None:
         """Begin anew without a sparse approximation, and keep that if it is better by more than nothing.
@@ -201,9 +202,9 @@ class Search:
         self.value = np.inf
         for _ in range(_MOST_ROUNDS):
             before = self.value
-            self.value, ended = self.profile.minimise(fixed, _ITERATIONS, self.task.deadline)
+            self.value, ended = self.profile.minimise(fixed, _ITERATIONS, self._is_over)
             self.converged = ended or before - self.value < NEGLIGIBLE * self.rows
-            if self.converged or self.task.is_over:
+            if self.converged or self._is_over():
                 break
 
     def _minimise_from_several_starts(self) -> None:
@@ -227,7 +228,7 @@ class Search:
             self.profile.move(moved)
             self._minimise()
             ends.append((self.value, self.converged, self.profile.state))
-            if self.task.is_over:
+            if self._is_over():
                 break
         self.value, self.converged, self.profile.state = min(ends, key=lambda end: end[0])
 
@@ -269,6 +270,17 @@ class Search:
         self.profile.state = state
         return False
 
+    def _is_over(self) -> bool:
+        """Whether there is time for nothing but the curvatures, of two evaluations each."""
+        return time.perf_counter() + 2 * self._num_curvatures * self.profile.seconds > self.task.deadline
+
+    @property
+    def _num_curvatures(self) -> int:
+        """How many curvatures `widen` asks for."""
+        values = self.profile.unconstrained
+        number = sum(np.size(values[name]) for name in self.scales)
+        return number if number <= _MOST_CURVATURES else 0
+
     def widen(self) -> bool:
         """Give latents outside of the joint posterior the standard deviations that the curvature of the bound says.
 
@@ -276,10 +288,10 @@ class Search:
         """
         if not self.scales:
             return True
+        if not self._num_curvatures:
+            return False
         locations = [name.removesuffix("_scale") + "_loc" for name in self.scales]
         values = self.profile.unconstrained
-        if sum(np.size(values[name]) for name in locations) > _MOST_CURVATURES:
-            return False
         curvature = self.profile.curvature(locations)
         widths = {}
         for scale, location in zip(self.scales, locations, strict=True):
