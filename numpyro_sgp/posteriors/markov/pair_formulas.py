@@ -21,7 +21,7 @@ The smoother keeps a root of G, in which what precise sites say of some directio
 R Rᵀ + E, where Cᵀ R and h √W side by side become a square matrix again by a rotation, and E is what sites of negative
 precision say. After its sites let the pair have mean and covariance μ and V. With g and G of the state after it,
 
-    marginals: E y = μ − V Eᵀg,   Cov y = V − V EᵀG E V,   E = [0, I].
+    marginals: E y = μ − V Bᵀg,   Cov y = V − V BᵀG B V,   B = [0, I].
 
 References:
     Adam, Eleftheriadis, Durrande, Artemev and Hensman (2020), "Doubly sparse variational Gaussian processes", for
@@ -152,7 +152,7 @@ def _single_sites(linear: Array, precision: Array, variances: Array) -> tuple[Ar
     return jnp.moveaxis(c, 0, -1), jnp.moveaxis(D, 0, -1), jnp.moveaxis(h, 0, -2)
 
 
-class _Number(NamedTuple):
+class _ScalarUpdate(NamedTuple):
     """What the filter leaves for the smoother of a site of one number: e, W (...), φ and h (..., K)."""
 
     e: Array
@@ -166,11 +166,11 @@ class _Kept(NamedTuple):
 
     mean: Array
     V: Array
-    numbers: _Number
+    updates: _ScalarUpdate
     A: Array
 
 
-def _at_number(m: Array, P: Array, c: Array, D: Array, h: Array) -> tuple[Array, Array, _Number, Array]:
+def _at_scalar_site(m: Array, P: Array, c: Array, D: Array, h: Array) -> tuple[Array, Array, _ScalarUpdate, Array]:
     """The pair after a site of one number, and the site's part of log Z."""
     phi = jnp.sum(P * h[..., None, :], axis=-1)
     site, log_z = site_update(jnp.sum(m * h, axis=-1), jnp.sum(phi * h, axis=-1), c, D)
@@ -181,7 +181,7 @@ def _at_number(m: Array, P: Array, c: Array, D: Array, h: Array) -> tuple[Array,
     column = jnp.sum(half * h[..., None, :], axis=-1)
     outer = phi[..., :, None] * phi[..., None, :] * (site.W / site.D)[..., None, None]
     P = half - column[..., :, None] * scaled[..., None, :] + outer
-    return m, 0.5 * (P + P.mT), _Number(site.e, site.W, phi, h), log_z
+    return m, 0.5 * (P + P.mT), _ScalarUpdate(site.e, site.W, phi, h), log_z
 
 
 def _forward(state: tuple[Array, Array], known: tuple) -> tuple[tuple[Array, Array], tuple[_Kept, Array]]:
@@ -194,12 +194,12 @@ def _forward(state: tuple[Array, Array], known: tuple) -> tuple[tuple[Array, Arr
     mu = jnp.concatenate([m, small_product(A, m[..., None])[..., 0]], axis=-1)
 
     def site(state: tuple[Array, Array], known: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], tuple]:
-        m, P, number, log_z = _at_number(*state, *known)
-        return (m, P), (number, log_z)
+        m, P, update, log_z = _at_scalar_site(*state, *known)
+        return (m, P), (update, log_z)
 
     sites = jnp.moveaxis(c, -1, 0), jnp.moveaxis(D, -1, 0), jnp.moveaxis(h, -2, 0)
-    (mean, V), (numbers, log_z) = lax.scan(site, (mu, S), sites)
-    return (mean[..., d:], V[..., d:, d:]), (_Kept(mean, V, numbers, A), jnp.sum(log_z, axis=0))
+    (mean, V), (updates, log_z) = lax.scan(site, (mu, S), sites)
+    return (mean[..., d:], V[..., d:, d:]), (_Kept(mean, V, updates, A), jnp.sum(log_z, axis=0))
 
 
 def _rotated(X: Array) -> tuple[Array, Array]:
@@ -214,13 +214,13 @@ def _rotated(X: Array) -> tuple[Array, Array]:
     return R, small_product(rest, rest.mT)
 
 
-def _before_number(
-    state: tuple[Array, Array, Array], number: _Number, column: Array
+def _before_scalar_site(
+    state: tuple[Array, Array, Array], update: _ScalarUpdate, column: Array
 ) -> tuple[tuple[Array, Array, Array], None]:
     """Before a site g, and the parts X and E of G = X Xᵀ + E; the site has a column of X, (d + K,) zeros and a one."""
     g, X, E = state
-    phi, h, W = number.phi, number.h, number.W
-    g = g - h * (W * jnp.sum(phi * g, axis=-1) + number.e)[..., None]
+    phi, h, W = update.phi, update.h, update.W
+    g = g - h * (W * jnp.sum(phi * g, axis=-1) + update.e)[..., None]
     has_root = W > 0.0
     root = jnp.where(has_root, jnp.sqrt(jnp.where(has_root, W, 1.0)), 0.0)
     phi_X = jnp.sum(phi[..., :, None] * X, axis=-2)
@@ -245,7 +245,7 @@ def _backward(state: tuple[Array, Array, Array], kept: _Kept) -> tuple[tuple[Arr
     X, E = jnp.pad(R, [*in_front, (d, 0), (0, K)]), jnp.pad(E, [*in_front, (d, 0), (d, 0)])
     columns = jnp.eye(d + K, dtype=R.dtype)[d:]
     (g, X, E), _ = lax.scan(
-        lambda state, known: _before_number(state, *known), (g, X, E), (kept.numbers, columns), reverse=True
+        lambda state, known: _before_scalar_site(state, *known), (g, X, E), (kept.updates, columns), reverse=True
     )
 
     def turned(X: Array) -> Array:

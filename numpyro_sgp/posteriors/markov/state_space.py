@@ -34,7 +34,7 @@ class AbstractStateSpace(ABC):
     @property
     @abstractmethod
     def h(self) -> np.ndarray:
-        """Which numbers of the state add up to f, (d,): the first of them does."""
+        """Which numbers of the state add up to f, (d,); h₁ = 1."""
 
     @property
     @abstractmethod
