@@ -318,22 +318,24 @@ def test_diagnostics_and_arviz_take_it():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "mean_interval", "units", "relative", "parallel"),
+    ("kernel", "mean_interval", "outcome", "units", "relative", "parallel"),
     [
-        (Matern52(1.5) + Constant(1.0), 1e-3, 50.0, 0.05, False),
-        pytest.param(Matern52(1.5) + Constant(1.0), 1e-3, 50.0, 0.05, True, marks=pytest.mark.thorough),
-        pytest.param(Matern52(1.5) + Constant(1.0), 3e-2, 50.0, 0.005, False, marks=pytest.mark.exhaustive),
-        pytest.param(Matern32(0.3) + Matern52(2.0), 1e-3, 50.0, 0.005, False, marks=pytest.mark.exhaustive),
+        (Matern52(1.5) + Constant(1.0), 1e-3, 1e4, 50.0, 0.05, False),
+        pytest.param(Matern52(1.5) + Constant(1.0), 1e-3, 1e4, 50.0, 0.05, True, marks=pytest.mark.thorough),
+        pytest.param(Matern32(0.3) + Constant(1.0), 3e-2, 1e6, 15.0, 0.2, False, marks=pytest.mark.thorough),
+        pytest.param(Matern32(0.3) + Matern52(2.0), 1e-3, 1e4, 50.0, 0.005, False, marks=pytest.mark.exhaustive),
         # 14 numbers, all but dependent over a thousandth of a period.
-        pytest.param(Matern32(3.0) * Periodic(1.0, 1.0), 1e-3, 1000.0, 0.3, False, marks=pytest.mark.exhaustive),
+        pytest.param(Matern32(3.0) * Periodic(1.0, 1.0), 1e-3, 1e4, 1000.0, 0.3, False, marks=pytest.mark.exhaustive),
     ],
-    ids=["level, close", "level, close, scans", "level", "sum, close", "product, close"],
+    ids=["level, close", "level, close, scans", "level, precise", "sum, close", "product, close"],
 )
-def test_float32_holds_over_many_close_times_and_precise_outcomes(kernel, mean_interval, units, relative, parallel):
+def test_float32_holds_over_many_close_times_and_precise_outcomes(
+    kernel, mean_interval, outcome, units, relative, parallel
+):
     rng, many = np.random.default_rng(3), 1_000 if parallel else 5_000
     times = np.cumsum(rng.exponential(mean_interval, many))
     times = np.asarray(times - times[0], np.float32).astype(float)
-    precision = np.where(rng.random(many) < 0.5, 1e4, 0.0)
+    precision = np.where(rng.random(many) < 0.5, outcome, 0.0)
     gap = many // 25
     unseen = np.r_[:gap, 10 * gap : 11 * gap, many - gap : many]
     precision[unseen] = 0.0
@@ -356,7 +358,7 @@ def test_float32_holds_over_many_close_times_and_precise_outcomes(kernel, mean_i
     # In posterior standard deviations, and in units of roundoff of a prior variance that is 1 or 2.
     assert np.max(np.abs(mean - exact_mean) / np.sqrt(exact_variance)) < 0.01
     assert np.max(np.abs(variance - exact_variance)) < units * np.finfo(np.float32).eps * 2.0
-    # Where there are outcomes, variances are a millionth of the prior's.
+    # Where there are outcomes, variances are down to a millionth of the prior's.
     seen = np.setdiff1d(np.arange(many), unseen)
     assert_allclose(variance[seen], exact_variance[seen], rtol=relative)
     assert_allclose(change[unseen], exact_change[unseen], rtol=0.02, atol=2e-3)
