@@ -10,12 +10,17 @@ its own, whose processor time counts from its start to the last parameter, impor
 
     python benchmarks/automatic_fit.py --data yacht.npz magic.npz --folds 0 1 --gpflow PYTHON --output results
     python benchmarks/automatic_fit.py --data kin40k.npz --budget 140 --output results
+    python benchmarks/automatic_fit.py --data yacht.npz --by-hand --output results
     python benchmarks/automatic_fit.py --nuts --output results
 
-With `--budget` there is `fit` alone, with so many seconds, and the result has a file of its own.
+With `--budget` there is `fit` alone, with so many seconds, and with `--by-hand` t-SVGP with six settings: trained
+inducing inputs from k-means or, of up to 1000 rows, none; Adam of 0.01 or 0.03 that falls to zero; hyperparameters at
+their mode or with Gaussians. It takes 1500 steps with all rows, or 5000 with batches of 1000. Each has a file of its
+own.
 """
 
 import argparse
+from collections.abc import Callable
 import json
 import os
 from pathlib import Path
@@ -43,16 +48,12 @@ def class_scores(p: np.ndarray, y: np.ndarray) -> dict[str, float]:
     return {"nlpd": float(nlpd), "error": float(np.mean((p > 0.5) != (y == 1.0)))}
 
 
-def ours(p: dict, binary: bool, reduced: bool) -> dict:
-    """A fit without a setting."""
-    import jax
+def model_of(D: int, binary: bool) -> Callable:
+    """The model, with its hyperparameters."""
     import numpyro
     import numpyro.distributions as dist
 
     import numpyro_sgp as sgp
-
-    numpyro.enable_x64()
-    D = p["X"].shape[1]
 
     def model(X, y=None, num_data=None):
         lengthscale = numpyro.sample("lengthscale", dist.LogNormal(1.0, 1.0).expand([D]).to_event(1))
@@ -62,31 +63,88 @@ def ours(p: dict, binary: bool, reduced: bool) -> dict:
         with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
             numpyro.sample("y", dist.Bernoulli(logits=f) if noise is None else dist.Normal(f, noise), obs=y)
 
-    options = {"num_inducing": 5, "num_steps": 5} if reduced else {"budget": float(p["budget"]) or None}
-    result = sgp.fit(model, jax.random.key(0), (p["X"], p["y"]), progress_bar=False, **options)
-    seconds = time.process_time()
-    report = result.report
-    print(report, file=sys.stderr)
-    params, guide, X_test = result.params, result.guide, jax.numpy.asarray(p["X_test"])
-    scales = {name: value for name, value in params.items() if name.endswith("_auto_scale")}
+    return model
+
+
+def predictions(guide, params: dict, p: dict, binary: bool, reduced: bool) -> dict[str, float]:
+    """Scores of test rows, averaged over draws of the hyperparameters where these have a posterior."""
+    import jax
+
+    X_test = jax.numpy.asarray(p["X_test"])
+    scales = {name: value for name, value in params.items() if name.endswith(("_auto_scale", "auto_scale_tril"))}
 
     def predicted(rng_key: jax.Array) -> tuple[jax.Array, ...]:
         """Given a draw of the hyperparameters, where the base guide is put without any spread."""
         drawn = dict(params)
         for number, (name, scale) in enumerate(scales.items()):
-            loc = name.removesuffix("scale") + "loc"
-            drawn[loc] += scale * jax.random.normal(jax.random.fold_in(rng_key, number), scale.shape)
+            loc, joint = name.removesuffix("_tril").removesuffix("scale") + "loc", name.endswith("_tril")
+            noise = jax.random.normal(jax.random.fold_in(rng_key, number), drawn[loc].shape)
+            drawn[loc] += scale @ noise if joint else scale * noise
             drawn[name] = 1e-12 * scale
         q = guide.posterior(rng_key, drawn, X_test)["f"]
         if binary:
             return (q.expectation(jax.nn.sigmoid),)
         return q.mean, q.variance + guide.median(drawn, X_test)["noise"] ** 2
 
-    draws = jax.random.split(jax.random.key(1), 3 if reduced else DRAWS)
+    draws = jax.random.split(jax.random.key(1), 3 if reduced else DRAWS if scales else 1)
     found = [np.asarray(each) for each in jax.lax.map(predicted, draws)]
-    found = class_scores(found[0].mean(axis=0), p["y_test"]) if binary else scores(*found, p["y_test"])
+    return class_scores(found[0].mean(axis=0), p["y_test"]) if binary else scores(*found, p["y_test"])
+
+
+def ours(p: dict, binary: bool, reduced: bool) -> dict:
+    """A fit without a setting."""
+    import jax
+    import numpyro
+
+    import numpyro_sgp as sgp
+
+    numpyro.enable_x64()
+    options = {"num_inducing": 5, "num_steps": 5} if reduced else {"budget": float(p["budget"]) or None}
+    model = model_of(p["X"].shape[1], binary)
+    result = sgp.fit(model, jax.random.key(0), (p["X"], p["y"]), progress_bar=False, **options)
+    seconds = time.process_time()
+    report = result.report
+    print(report, file=sys.stderr)
     chosen = {"M": report.num_inducing.get("f", len(p["X"])), "method": report.method, "converged": report.converged}
-    return {**found, "seconds": seconds, **chosen}
+    return {**predictions(result.guide, result.params, p, binary, reduced), "seconds": seconds, **chosen}
+
+
+def by_hand(p: dict, binary: bool, reduced: bool) -> dict:
+    """t-SVGP with settings that one would choose and try: the number of inducing inputs, the rate, the base guide."""
+    import jax
+    import numpyro
+    from numpyro.infer import SVI
+    from numpyro.infer.autoguide import AutoDelta, AutoNormal
+    import optax
+
+    import numpyro_sgp as sgp
+
+    numpyro.enable_x64()
+    X, y = (jax.numpy.asarray(p[name]) for name in ("X", "y"))
+    N, model = len(X), model_of(X.shape[1], binary)
+    M, rate, mode = int(p["M"]), float(p["rate"]), bool(p["mode"])
+    steps, B = (1500, N) if N <= _MOST_ROWS_AT_ONCE else (5000, 1000)
+    steps = 5 if reduced else steps
+    inducing = sgp.kmeans(None, X, num_inducing=M) if M < N else None
+    guide = sgp.AutoTSVGP(model, inducing, learn_inducing=M < N, base=AutoDelta if mode else AutoNormal)
+    natural = optax.linear_schedule(*((0.5, 0.1) if B == N else (0.1, 0.02)), steps)
+    optim = sgp.NaturalGradient(natural, optax.adam(optax.cosine_decay_schedule(rate, steps)))
+    svi = SVI(model, guide, optim, sgp.QuadratureELBO())
+    key = jax.random.key(0)
+
+    @jax.jit
+    def trained(X, y):
+        def step(number, state):
+            if B == N:
+                return svi.update(state, X, y, num_data=N)[0]
+            rows = jax.random.choice(jax.random.fold_in(key, number), N, (B,), replace=False)
+            return svi.update(state, X[rows], y[rows], num_data=N)[0]
+
+        return jax.lax.fori_loop(0, steps, step, svi.init(key, X[:B], y[:B], num_data=N))
+
+    params = svi.get_params(jax.block_until_ready(trained(X, y)))
+    seconds = time.process_time()
+    return {**predictions(guide, params, p, binary, reduced), "seconds": seconds, "M": min(M, N)}
 
 
 def dense(p: dict, binary: bool, reduced: bool) -> dict:
@@ -141,42 +199,53 @@ def dense(p: dict, binary: bool, reduced: bool) -> dict:
 
 
 def gpflow(p: dict, binary: bool, reduced: bool) -> dict:
-    """SVGP with its usual settings."""
+    """SVGP with its usual settings; where a natural step is not finite, anew with Adam for all parameters."""
     import gpflow
     import tensorflow as tf
 
-    X, y = p["X"], p["y"][:, None]
-    kernel = gpflow.kernels.Matern52(lengthscales=np.ones(X.shape[1]))
-    likelihood = gpflow.likelihoods.Bernoulli(gpflow.likelihoods.utils.inv_probit) if binary else None
-    likelihood = gpflow.likelihoods.Gaussian(0.1) if likelihood is None else likelihood
-    model = gpflow.models.SVGP(kernel, likelihood, p["Z"], num_data=len(X))
-    gpflow.set_trainable(model.q_mu, False)
-    gpflow.set_trainable(model.q_sqrt, False)
-    natural, adam = gpflow.optimizers.NaturalGradient(gamma=0.1), tf.optimizers.Adam(0.01)
+    X, y, rng, B = p["X"], p["y"][:, None], np.random.default_rng(0), min(256, len(p["X"]))
 
-    @tf.function
-    def step(batch):
-        natural.minimize(lambda: model.training_loss(batch), [(model.q_mu, model.q_sqrt)])
-        parameters = model.trainable_variables
-        with tf.GradientTape() as tape:
-            value = model.training_loss(batch)
-        adam.apply_gradients(zip(tape.gradient(value, parameters), parameters, strict=True))
+    def trained(with_natural_steps: bool) -> gpflow.models.SVGP:
+        kernel = gpflow.kernels.Matern52(lengthscales=np.ones(X.shape[1]))
+        likelihood = gpflow.likelihoods.Bernoulli(gpflow.likelihoods.utils.inv_probit) if binary else None
+        likelihood = gpflow.likelihoods.Gaussian(0.1) if likelihood is None else likelihood
+        model = gpflow.models.SVGP(kernel, likelihood, p["Z"].copy(), num_data=len(X))
+        gpflow.set_trainable(model.q_mu, not with_natural_steps)
+        gpflow.set_trainable(model.q_sqrt, not with_natural_steps)
+        natural, adam = gpflow.optimizers.NaturalGradient(gamma=0.1), tf.optimizers.Adam(0.01)
 
-    rng, B = np.random.default_rng(0), min(256, len(X))
-    for _ in range(5 if reduced else 3000):
-        rows = rng.choice(len(X), B, replace=False)
-        step((tf.constant(X[rows]), tf.constant(y[rows])))
+        @tf.function
+        def step(batch):
+            if with_natural_steps:
+                natural.minimize(lambda: model.training_loss(batch), [(model.q_mu, model.q_sqrt)])
+            parameters = model.trainable_variables
+            with tf.GradientTape() as tape:
+                value = model.training_loss(batch)
+            adam.apply_gradients(zip(tape.gradient(value, parameters), parameters, strict=True))
+
+        for _ in range(5 if reduced else 3000):
+            rows = rng.choice(len(X), B, replace=False)
+            step((tf.constant(X[rows]), tf.constant(y[rows])))
+        return model
+
+    steps = "natural steps and Adam"
+    try:
+        model = trained(with_natural_steps=True)
+    except tf.errors.InvalidArgumentError as error:
+        steps = "Adam"
+        print(f"a natural step failed: {error}", file=sys.stderr)
+        model = trained(with_natural_steps=False)
     seconds = time.process_time()
     if binary:
         found = class_scores(model.predict_y(p["X_test"])[0].numpy()[:, 0], p["y_test"])
     else:
         found = scores(*(each.numpy().T for each in model.predict_y(p["X_test"])), p["y_test"])
     versions = {"gpflow": gpflow.__version__, "tensorflow": tf.__version__}
-    return {**found, "seconds": seconds, "M": len(p["Z"]), "versions": versions}
+    return {**found, "seconds": seconds, "M": len(p["Z"]), "steps": steps, "versions": versions}
 
 
 def against_nuts(reduced: bool) -> list[dict]:
-    """Posteriors of `fit` beside long chains of the dense model: a regression, and counts with effects of groups."""
+    """Posteriors of `fit` beside long chains of the dense model: two regressions, and counts with effects of groups."""
     from common import beside, long_chains
     import jax
     import jax.numpy as jnp
@@ -188,14 +257,19 @@ def against_nuts(reduced: bool) -> list[dict]:
     rng, N = np.random.default_rng(0), 80
     X, group = np.sort(rng.uniform(-2.0, 2.0, (N, 1)), axis=0), rng.integers(0, 5, N)
     f = np.sin(3.0 * X[:, 0])
-    outcomes = {
-        "regression": f + 0.3 * rng.normal(size=N),
-        "counts with effects": rng.poisson(np.exp(f + rng.normal(size=5)[group] + 0.5)).astype(float),
+    problems = {
+        "regression": (X, f + 0.3 * rng.normal(size=N)),
+        "counts with effects": (X, rng.poisson(np.exp(f + rng.normal(size=5)[group] + 0.5)).astype(float)),
     }
+    X = rng.uniform(-2.0, 2.0, (N, 2))
+    problems["two columns"] = (X, np.sin(X[:, 0]) + 0.5 * X[:, 1] + 0.1 * rng.normal(size=N))
 
     def model(X, group, y=None, *, counts: bool, dense: bool):
-        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.5))
-        kernel = sgp.kernels.Matern52(lengthscale)
+        if X.shape[1] == 1:
+            kernel = sgp.kernels.Matern52(numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.5)))
+        else:
+            lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0).expand([2]).to_event(1))
+            kernel = sgp.kernels.Matern52(lengthscale, numpyro.sample("variance", dist.LogNormal(0.0, 1.0)))
         if dense:
             L = jnp.linalg.cholesky(kernel(X, X) + 1e-6 * jnp.eye(N))
             f = numpyro.deterministic("f", L @ numpyro.sample("v", dist.Normal().expand([N])))
@@ -212,8 +286,8 @@ def against_nuts(reduced: bool) -> list[dict]:
             numpyro.sample("y", likelihood, obs=y)
 
     table = []
-    for name, y in list(outcomes.items())[1 if reduced else 0 :]:
-        counts = name != "regression"
+    for name, (X, y) in list(problems.items())[1 if reduced else 0 : 2 if reduced else None]:
+        counts = "counts" in name
         num_samples = 20 if reduced else 4000
         exact, r_hat, ess = long_chains(model, X, group, y, counts=counts, dense=True, num_samples=num_samples)
 
@@ -227,7 +301,7 @@ def against_nuts(reduced: bool) -> list[dict]:
         )
         for latent in sorted(exact.keys() - {"v"}):
             row = {"model": name, "latent": latent, "r_hat": r_hat, "ess": ess}
-            row |= beside(draws[latent], exact[latent], positive=latent in ("lengthscale", "noise"))
+            row |= beside(draws[latent], exact[latent], positive=latent in ("lengthscale", "noise", "variance"))
             table.append(row)
             print(
                 f"{name:20s} {latent:12s} mean within {row['error']:.2f} sd, "
@@ -237,8 +311,18 @@ def against_nuts(reduced: bool) -> list[dict]:
     return table
 
 
-LIBRARIES = {"numpyro_sgp": ours, "dense": dense, "gpflow": gpflow}
-_MOST_DENSE_ROWS = 2000
+LIBRARIES = {"numpyro_sgp": ours, "dense": dense, "gpflow": gpflow, "by_hand": by_hand}
+_MOST_DENSE_ROWS, _MOST_ROWS_AT_ONCE = 2000, 1000
+
+
+def settings_by_hand(N: int) -> dict[str, dict]:
+    """What one would try: few or many inducing inputs, low or high rates, hyperparameters at their mode or spread."""
+    numbers = (min(128, N // 2), N) if N <= _MOST_ROWS_AT_ONCE else (256, 512)
+    return {
+        f"M = {M}, rate = {rate}, {'mode' if mode else 'spread'}": {"M": M, "rate": rate, "mode": mode}
+        for M in numbers
+        for rate, mode in ((0.01, True), (0.01, False), (0.03, False))
+    }
 
 
 def child(library: str, path: Path, reduced: bool) -> None:
@@ -262,7 +346,7 @@ def measured(library: str, python: str, path: Path, reduced: bool) -> dict:
 
 def main(arguments: argparse.Namespace) -> None:
     """Every data set, fold and library."""
-    from common import earlier, npz, report
+    from common import data_set, earlier, report
     import numpyro
 
     import numpyro_sgp as sgp
@@ -277,8 +361,10 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.budget:
         result, settings = "automatic_fit_budget", {"budget": arguments.budget}
         libraries = {"numpyro_sgp": sys.executable}
+    if arguments.by_hand:
+        result, libraries = "automatic_fit_by_hand", {"by_hand": sys.executable}
     runs = earlier(result, settings, arguments.output)
-    sets = {path.stem: {fold: npz(path, fold) for fold in arguments.folds} for path in arguments.data}
+    sets = {path.stem: {fold: data_set(path, fold) for fold in arguments.folds} for path in arguments.data}
     if arguments.reduced:
         rng = np.random.default_rng(0)
         X = rng.uniform(-2.0, 2.0, (60, 2))
@@ -288,28 +374,31 @@ def main(arguments: argparse.Namespace) -> None:
         for fold, (X, y, X_test, y_test) in folds.items():
             binary = bool(np.isin(y, (0.0, 1.0)).all())
             Z = np.asarray(sgp.kmeans(None, X, num_inducing=min(256, len(X) // 2)))
-            for library, python in libraries.items():
+            run = runs.setdefault(name, {"rows": len(X), "columns": X.shape[1], "binary": binary})
+            tried = [(library, library, {}) for library in libraries]
+            if arguments.by_hand:
+                tried = [("by_hand", each, options) for each, options in settings_by_hand(len(X)).items()]
+            for library, title, options in tried:
                 if library == "dense" and (binary or len(X) > _MOST_DENSE_ROWS):
                     continue
                 with tempfile.TemporaryDirectory() as folder:
                     path = Path(folder) / "problem.npz"
                     of_rows = {"X": X, "y": y, "X_test": X_test, "y_test": y_test, "Z": Z}
-                    np.savez(path, **of_rows, binary=binary, budget=arguments.budget or 0.0)
+                    np.savez(path, **of_rows, binary=binary, budget=arguments.budget or 0.0, **options)
                     try:
-                        found = measured(library, python, path, arguments.reduced)
+                        found = measured(library, libraries[library], path, arguments.reduced)
                     except RuntimeError as error:
-                        if library == "numpyro_sgp":
+                        if library != "gpflow":
                             raise
                         found = {"failed": str(error).splitlines()[-1]}
-                run = runs.setdefault(name, {"rows": len(X), "columns": X.shape[1], "binary": binary})
-                run.setdefault(library, {})[str(fold)] = found
+                run.setdefault(title, {})[str(fold)] = found
                 if "failed" in found:
-                    print(f"{name} {fold} {library}: {found['failed']}", flush=True)
+                    print(f"{name} {fold} {title}: {found['failed']}", flush=True)
                     continue
                 text = (
                     f"NLPD {found['nlpd']:.4f}, error {found['error']:.4f}, {found['seconds']:.0f} s, M = {found['M']}"
                 )
-                print(f"{name} {fold} {library}: {text}", flush=True)
+                print(f"{name} {fold} {title}: {text}", flush=True)
         report(result, {"settings": settings, "runs": runs}, arguments.output)
     if arguments.nuts or arguments.reduced:
         report("automatic_fit_nuts", {"table": against_nuts(arguments.reduced)}, arguments.output)
@@ -320,6 +409,7 @@ if __name__ == "__main__":
     parser.add_argument("--data", type=Path, nargs="*", default=[], help="data sets as .npz with X, y and test_mask")
     parser.add_argument("--folds", type=int, nargs="*", default=[0], help="which folds of each")
     parser.add_argument("--gpflow", help="interpreter with GPflow")
+    parser.add_argument("--by-hand", action="store_true", help="guides with settings, in place of `fit`")
     parser.add_argument("--budget", type=float, help="seconds for `fit`")
     parser.add_argument("--nuts", action="store_true", help="a comparison with NUTS, too")
     parser.add_argument("--reduced", action="store_true")

@@ -233,18 +233,24 @@ def banana() -> tuple[np.ndarray, np.ndarray]:
     return table[:, :2], table[:, 2]
 
 
-def npz(path: Path, fold: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Training and test parts of a data set: arrays `X`, `y` and, where folds are published, `test_mask`.
+def data_set(path: Path, fold: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Training and test parts of a data set.
 
-    Where they are not, they are tenths of a permutation. Inputs, and outputs that are floating point, are scaled by the
-    training mean and standard deviation.
+    It is a `.npz` with arrays `X`, `y` and, where folds are published, `test_mask`, or a `.dat` of the KEEL repository
+    with two classes, of which the second in alphabetical order is 1. Folds that are not published are tenths of a
+    permutation. Inputs, and outputs that are floating point, are scaled by the training mean and standard deviation.
     """
-    with np.load(path, allow_pickle=False) as file:
-        X, y = file["X"].astype(float), file["y"]
-        if "test_mask" in file:
-            test = file["test_mask"][:, fold]
-        else:
-            test = np.isin(np.arange(len(y)), np.array_split(np.random.default_rng(0).permutation(len(y)), 10)[fold])
+    published = None
+    if path.suffix == ".dat":
+        table = np.loadtxt(path, delimiter=",", comments="@", dtype=str)
+        X, y = table[:, :-1].astype(float), np.unique(np.char.strip(table[:, -1]), return_inverse=True)[1]
+    else:
+        with np.load(path, allow_pickle=False) as file:
+            X, y, published = file["X"].astype(float), file["y"], file.get("test_mask")
+    if published is None:
+        test = np.isin(np.arange(len(y)), np.array_split(np.random.default_rng(0).permutation(len(y)), 10)[fold])
+    else:
+        test = published[:, fold]
     centre, scale = X[~test].mean(0), X[~test].std(0)
     # A column that is constant in training has a deviation of nothing but rounding.
     X = (X - centre) / np.where(scale > 1e-9 * np.abs(centre), scale, 1.0)

@@ -20,7 +20,7 @@ import argparse
 from pathlib import Path
 import time
 
-from common import add_run, earlier, npz, spread
+from common import add_run, data_set, earlier, spread
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -187,7 +187,7 @@ def problem(path: Path | None, fold: int, dtype) -> tuple:
         y = np.sin(2.0 * X).sum(1) + 0.1 * rng.normal(size=len(X))
         parts = X[:400], y[:400], X[400:], y[400:]
     else:
-        parts = npz(path, fold)
+        parts = data_set(path, fold)
     X, y, X_test, y_test = (part.astype(dtype) for part in parts)
     return (X, y), (X_test, y_test)
 

@@ -12,7 +12,7 @@ whitened SVGP, which keeps q(v).
 import argparse
 from pathlib import Path
 
-from common import banana, npz, report
+from common import banana, data_set, report
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -143,7 +143,7 @@ def main(arguments: argparse.Namespace) -> None:
     print(f"banana, N={len(X)}, M={M}: bound after 8 / 16 / 60 EM iterations")
     table(result["banana"], (8, 16, 60))
     if arguments.data is not None:
-        X, y, _, _ = npz(arguments.data)
+        X, y, _, _ = data_set(arguments.data)
         M, every = 100, 50
         rows = np.random.default_rng(1).permutation(len(X))[: arguments.rows]
         X, y = X[rows], y[rows]

@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 import time
 
-from common import earlier, npz, report, spread
+from common import data_set, earlier, report, spread
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -237,7 +237,7 @@ def problem(path: Path | None, fold: int) -> tuple:
         y = np.sin(2.0 * X).sum(1) + 0.1 * rng.normal(size=len(X))
         parts = X[:300], y[:300], X[300:], y[300:]
     else:
-        parts = npz(path, fold)
+        parts = data_set(path, fold)
     X, y, X_test, y_test = (part.astype(np.float32) for part in parts)
     return (X, y), (X_test, y_test)
 

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 import time
 
-from common import earlier, npz, report
+from common import data_set, earlier, report
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,7 +102,7 @@ def main(arguments: argparse.Namespace) -> None:
     """Quality of data sets, or the costs."""
     numpyro.enable_x64()
     reduced, folds = arguments.reduced, arguments.folds
-    sets = {path.stem: [npz(path, fold) for fold in range(folds)] for path in arguments.data}
+    sets = {path.stem: [data_set(path, fold) for fold in range(folds)] for path in arguments.data}
     if reduced:
         X, X_test = np.random.default_rng(0).normal(size=(2, 30, 2))
         sets = {"synthetic": [(X, np.sin(X[:, 0]), X_test, np.sin(X_test[:, 0]))]}

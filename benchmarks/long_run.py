@@ -17,7 +17,7 @@ import json
 from pathlib import Path
 import time
 
-from common import npz, report
+from common import data_set, report
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,7 +100,7 @@ def synthetic(num_steps: int) -> dict[str, Case]:
 
 
 def from_file(path: Path) -> Case:
-    X, y, _, _ = npz(path)
+    X, y, _, _ = data_set(path)
     return Case("Bernoulli" if set(np.unique(y)) <= {0.0, 1.0} else "Normal", lambda: (X, y))
 
 

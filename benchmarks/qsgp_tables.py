@@ -18,7 +18,7 @@ import dataclasses
 from pathlib import Path
 import time
 
-from common import add_run, earlier, npz, spread
+from common import add_run, data_set, earlier, spread
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -175,7 +175,7 @@ def main(arguments: argparse.Namespace) -> None:
 def problem(path: Path | None, fold: int) -> tuple[np.ndarray, ...]:
     """Training and test data in single precision."""
     if path is not None:
-        return tuple(part.astype(np.float32) for part in npz(path, fold))
+        return tuple(part.astype(np.float32) for part in data_set(path, fold))
     rng = np.random.default_rng(fold)
     X = rng.normal(size=(240, 2))
     y = np.sin(2 * X[:, 0]) + 0.1 * rng.normal(size=240)

@@ -15,7 +15,7 @@ from functools import partial
 import json
 from pathlib import Path
 
-from common import npz, report
+from common import data_set, report
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,7 +110,7 @@ def main(arguments: argparse.Namespace) -> None:
         X = np.random.default_rng(0).normal(size=(300, 3))
         m, M, B, ranks, repetitions = 400, 50, 40, [20], 20
     else:
-        X = np.concatenate(npz(arguments.data)[::2])
+        X = np.concatenate(data_set(arguments.data)[::2])
         m, M, B, ranks, repetitions = 10_000, 500, 500, arguments.ranks, arguments.repetitions
     X = jnp.asarray(X, jnp.float32)
     kernel = features.RandomFourier(kernels.SquaredExponential(arguments.lengthscale), m, jax.random.key(0))

@@ -28,9 +28,9 @@ def problem(data: Path | None, M: int, rows: int | None) -> dict:
         X = rng.uniform(-2.0, 2.0, size=(rows or 2000, 4))
         y = np.sin(2.0 * X).sum(1) + 0.1 * rng.normal(size=len(X))
     else:
-        from common import npz
+        from common import data_set
 
-        X, y = npz(data)[:2]
+        X, y = data_set(data)[:2]
     chosen = np.random.default_rng(1).permutation(len(X))
     X, y = X[chosen[:rows]], y[chosen[:rows]]
     X, first = np.unique(X, axis=0, return_index=True)  # equal rows would make Kuu singular without jitter

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 import time
 
-from common import npz, report
+from common import data_set, report
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,7 +74,7 @@ def measure(X, y, numbers, steps):
 def main(arguments: argparse.Namespace) -> None:
     """Every data set, every M, every selection."""
     jax.config.update("jax_enable_x64", True)
-    sets = {path.stem: npz(path)[:2] for path in arguments.data}
+    sets = {path.stem: data_set(path)[:2] for path in arguments.data}
     if not sets:
         X = np.random.default_rng(0).uniform(-2.0, 2.0, size=(200 if arguments.reduced else 5000, 3))
         sets = {"synthetic": (X, np.sin(2.0 * X).sum(1) + 0.1 * np.random.default_rng(1).normal(size=len(X)))}

@@ -364,7 +364,7 @@ def draw(runs: dict, path: Path) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Every data set, in both orders."""
-    from common import earlier, npz, report
+    from common import data_set, earlier, report
     import numpyro
 
     numpyro.enable_x64()
@@ -379,7 +379,7 @@ def main(arguments: argparse.Namespace) -> None:
         settings = {**settings, "memory": arguments.memory}
     batches = 5 if arguments.reduced else BATCHES
     runs = earlier("streaming", {"batches": batches}, arguments.output)
-    sets = {path.stem: npz(path) for path in arguments.data}
+    sets = {path.stem: data_set(path) for path in arguments.data}
     if arguments.reduced:
         sets = {"synthetic": synthetic(100)}
     elif arguments.synthetic:

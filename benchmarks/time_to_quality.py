@@ -385,9 +385,9 @@ def problem(data: Path | None, M: int) -> tuple[dict, tuple]:
         y = np.sin(2.0 * X).sum(1) + 0.1 * rng.normal(size=len(X))
         X, y, X_test, y_test = X[:500], y[:500], X[500:], y[500:]
     else:
-        from common import npz
+        from common import data_set
 
-        X, y, X_test, y_test = npz(data)
+        X, y, X_test, y_test = data_set(data)
     Z = X[np.random.default_rng(0).permutation(len(X))[:M]]
     return {"X": X, "y": y, "Z": Z, "lengthscale": np.full(X.shape[1], X.shape[1] ** 0.5)}, (X_test, y_test)
 

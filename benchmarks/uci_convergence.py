@@ -19,7 +19,7 @@ import argparse
 from pathlib import Path
 import time
 
-from common import earlier, npz, report, spread
+from common import data_set, earlier, report, spread
 import jax
 import jax.numpy as jnp
 from jax.scipy.special import log_ndtr
@@ -161,7 +161,7 @@ def problem(path: Path | None, fold: int) -> tuple:
     else:
         with np.load(path) as file:
             model = regression if file["y"].dtype.kind == "f" else classification
-        X, y, X_test, y_test = npz(path, fold)
+        X, y, X_test, y_test = data_set(path, fold)
     order = np.random.default_rng(fold).permutation(len(X))
     return model, tuple(map(jnp.asarray, (X[order], y[order], X_test, y_test)))
 

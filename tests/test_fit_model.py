@@ -17,6 +17,7 @@ import optax
 import oracles
 import pytest
 from scipy.optimize import minimize, rosen, rosen_der
+from scipy.stats import norm
 
 import numpyro_sgp as sgp
 from numpyro_sgp.distributions import sparse_regression
@@ -26,7 +27,7 @@ from numpyro_sgp.fitting.automatic.budget import Budget, parsed_budget
 from numpyro_sgp.fitting.automatic.placing import placed, precision_of_rows, unexplained
 from numpyro_sgp.fitting.automatic.profile import Profile
 from numpyro_sgp.fitting.automatic.report import evidence_of
-from numpyro_sgp.fitting.automatic.search import Search
+from numpyro_sgp.fitting.automatic.search import Search, inverse_curvature
 from numpyro_sgp.fitting.automatic.task import Task, effects, few_rows, is_over_time
 
 module = sys.modules["numpyro_sgp.fitting.automatic.fit_model"]  # the attribute is the function
@@ -68,17 +69,23 @@ def evidence(z, X=X, y=Y):
     return oracles.gaussian_log_density(y, np.zeros(len(X)), covariance) - 0.5 * z[0] ** 2 - 0.5 * (z[1] + 1.0) ** 2
 
 
+def covariance_at(evidence, mode):
+    """Inverse of the curvature of a log density at its mode."""
+
+    def second(a, b):
+        return oracles.derivative(lambda t: oracles.derivative(lambda s: evidence(mode + s * a + t * b)))
+
+    curvature = [[second(a, b) for a in np.eye(len(mode))] for b in np.eye(len(mode))]
+    return -np.linalg.inv(curvature)
+
+
 def test_a_regression_ends_at_the_mode_of_the_exact_evidence_with_its_curvature():
     result = sgp.fit(regression, KEY, (X, Y))
     best = minimize(lambda z: -evidence(z), np.zeros(2), method="Nelder-Mead", options={"xatol": 1e-7, "fatol": 1e-10})
     median = result.guide.median(result.params, X)
     assert_allclose([median["lengthscale"], median["noise"]], np.exp(best.x), rtol=1e-3)
-    curvature = [
-        -oracles.derivative(lambda t, e=e: -oracles.derivative(lambda s: evidence(best.x + (s + t) * e)))
-        for e in np.eye(2)
-    ]
-    found = [result.params["lengthscale_auto_scale"], result.params["noise_auto_scale"]]
-    assert_allclose(found, 1.0 / np.sqrt(-np.asarray(curvature)), rtol=1e-2)
+    L = result.params["auto_scale_tril"]
+    assert_allclose(L @ L.T, covariance_at(evidence, best.x), rtol=1e-2, atol=1e-5)
     report = result.report
     likelihood = evidence(best.x) + 0.5 * best.x[0] ** 2 + 0.5 * (best.x[1] + 1.0) ** 2
     assert_allclose([report.evidence.lower, report.evidence.upper], likelihood, atol=1e-5)
@@ -161,6 +168,53 @@ def test_the_best_sites_of_a_joint_posterior_are_found_from_those_of_far_other_h
     assert_allclose(profile.evaluate(at[0.3])[0], expected, rtol=1e-6)
 
 
+def two_columns(X, y=None):
+    variance = numpyro.sample("variance", dist.LogNormal(0.0, 1.0))
+    lengthscale = jnp.stack(
+        [numpyro.sample(name, dist.LogNormal(0.0, 1.0)) for name in ("lengthscale", "lengthscale2")]
+    )
+    noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
+    f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(lengthscale, variance), X))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+@pytest.mark.thorough
+def test_hyperparameters_have_the_covariances_of_the_curvature():
+    rng = np.random.default_rng(4)
+    X = rng.uniform(-2.0, 2.0, (N, 2))
+    y = np.sin(X[:, 0]) + 0.5 * X[:, 1] + 0.1 * rng.normal(size=N)
+    result = sgp.fit(two_columns, KEY, (X, y))
+
+    def evidence(z):
+        K = np.exp(z[0]) * oracles.se(X / np.exp(z[1:3]), X / np.exp(z[1:3]), 1.0) + np.exp(2.0 * z[3]) * np.eye(N)
+        prior = -0.5 * np.sum(z[:3] ** 2) - 0.5 * (z[3] + 1.0) ** 2
+        return oracles.gaussian_log_density(y, np.zeros(N), K) + prior
+
+    of_base = result.guide.quantiles(result.params, norm.cdf([-1.0, 0.0, 1.0]), X)
+    names = ("variance", "lengthscale", "lengthscale2", "noise")  # parameters of these are in another order
+    low, median, high = np.log(np.column_stack([of_base[name] for name in names]))
+    expected = covariance_at(evidence, median)
+    sds = np.sqrt(np.diag(expected))
+    assert_allclose(high - median, sds, rtol=0.01)
+    assert_allclose(median - low, sds, rtol=0.01)
+    draws = result.guide.base.sample_posterior(KEY, result.params, sample_shape=(20_000,))
+    logs = np.log(np.column_stack([draws[name] for name in names]))
+    assert_allclose(np.corrcoef(logs.T), expected / sds / sds[:, None], atol=0.03)
+    assert np.max(np.abs(expected / sds / sds[:, None] - np.eye(4))) > 0.5  # or it would say little
+
+
+def test_a_covariance_needs_a_curvature_that_is_that_of_a_maximum():
+    H = np.asarray([[2.0, 1.0], [1.0, 3.0]])
+    assert_allclose(inverse_curvature(H), np.linalg.inv(H))
+    skew = np.asarray([[0.0, 1.0], [-1.0, 0.0]])
+    assert inverse_curvature(H + 0.6 * skew) is not None
+    assert inverse_curvature(H + 0.8 * skew) is None  # its least eigenvalue is 1.38
+    assert inverse_curvature(np.diag([1.0, -1.0])) is None
+    assert inverse_curvature(np.diag([1.0, np.nan])) is None
+    assert inverse_curvature(np.eye(1)) is None
+
+
 @pytest.mark.exhaustive
 def test_minibatches_come_close_to_all_rows(monkeypatch):
     rng = np.random.default_rng(1)
@@ -173,8 +227,8 @@ def test_minibatches_come_close_to_all_rows(monkeypatch):
     medians = [each.guide.median(each.params, X) for each in (whole, parts)]
     assert_allclose(medians[1]["noise"], medians[0]["noise"], rtol=0.05)
     assert_allclose(medians[1]["f"], medians[0]["f"], atol=0.1)
-    sds = [each.params["noise_auto_scale"] for each in (whole, parts)]
-    assert_allclose(sds[1], sds[0], rtol=0.5)
+    bands = [each.guide.quantiles(each.params, [0.16, 0.84], X)["noise"] for each in (whole, parts)]
+    assert_allclose(np.log(bands[1][1] / bands[1][0]), np.log(bands[0][1] / bands[0][0]), rtol=0.5)
     monkeypatch.setattr(module, "_MOST_OPERATIONS", np.inf)
     again = sgp.fit(regression, KEY, (X, y))  # a sample first, and then all rows
     assert "all at once" in again.report.method
@@ -186,7 +240,10 @@ def test_what_is_given_is_kept():
     Z = X[::4]
     result = sgp.fit(regression, KEY, (X, Y), inducing=Z, base=AutoDelta, joint=False)
     assert_array_equal(result.params["f_auto_inducing"].Z, Z)
+    assert "auto_scale_tril" not in result.params
     assert "noise_auto_scale" not in result.params
+    independent = sgp.fit(regression, KEY, (X, Y), base=AutoNormal)
+    assert type(independent.guide.base) is AutoNormal
     trained = sgp.fit(regression, KEY, (X, Y), num_inducing=7, learn_inducing=True, num_steps=30, progress_bar=False)
     assert trained.report.num_inducing == {"f": 7}
     assert trained.losses.shape == (30,)

@@ -87,8 +87,8 @@ def fit(
     **A model**: `fit(model, rng_key, data)`. The guide is `AutoTSVGP`. Inducing inputs are chosen greedily, and again
     as the hyperparameters settle, as many as the data need: what they leave of the variance of f is to be a fiftieth of
     the variance with which a row tells it. If all rows are seen at once, L-BFGS maximises the bound with q(u) at its
-    best, and latents outside of the joint posterior get standard deviations from the curvature there. If not, cycles
-    of natural steps and Adam on minibatches, each twice as long as the one before, end where the bound no longer
+    best, and latents outside of the joint posterior get a Gaussian whose precision is the curvature there. If not,
+    cycles of natural steps and Adam on minibatches, each twice as long as the one before, end where the bound no longer
     rises. In the place of inducing inputs, unless options of these or a `batch_size` are given, one function of few
     rows has the dense posterior, `AutoTSVGP(model, None)` (up to 300; with Gaussian noise up to 2000), and one of more
     than 2000 times is smoothed by `AutoMarkovGP` if that takes its kernel exactly. Nothing is standardised: the
@@ -131,7 +131,8 @@ def fit(
         num_inducing: of a model: M, for each GP site.
         inducing: of a model: inducing inputs, as for `AutoTSVGP`.
         learn_inducing: of a model: whether to train them; None where there are too few of them.
-        base: of a model: guide for the latents outside of the joint posterior; None for `AutoNormal`.
+        base: of a model: guide for the latents outside of the joint posterior. None for `AutoMultivariateNormal` if all
+            rows are seen at once, and else for `AutoNormal`.
         joint: of a model: as for `AutoTSVGP`; None for "auto", but for latents that are positive or otherwise limited,
             such as noise scales, which go to `base`.
         loss: of a model: a `QuadratureELBO`; None for the default.

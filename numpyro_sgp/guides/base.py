@@ -10,13 +10,18 @@ import numpy as np
 import numpyro
 from numpyro import distributions as dist
 from numpyro import handlers
-from numpyro.infer.autoguide import AutoDelta, AutoGuide
+from numpyro.infer.autoguide import AutoContinuous, AutoDelta, AutoGuide
 from numpyro.infer.initialization import init_to_median, init_to_uniform, init_to_value
 
 from numpyro_sgp.guides.handlers import HiddenSamples, ModelForBase
 from numpyro_sgp.guides.starts import observed_values, starting_values
 
-__all__ = ["BaseGuide"]
+__all__ = ["BaseGuide", "packed_index"]
+
+
+def packed_index(base: AutoContinuous) -> dict[str, Array]:
+    """Where the unconstrained entries of each latent are in the one vector of a base guide that has been run."""
+    return cast(dict[str, Array], base._unpack_latent(jnp.arange(base.latent_dim)))
 
 
 class BaseGuide:

@@ -10,7 +10,7 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import SVI
-from numpyro.infer.autoguide import AutoNormal
+from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from numpyro.infer.svi import SVIState
 import optax
 
@@ -79,6 +79,7 @@ def fit_model(
         number_given=num_inducing is not None,
         most_whole=allowed.most_whole() if num_inducing is None else 0,
         deadline=started + allowed.seconds,
+        base_given=base is not None,
     )
     key_search, key_train = jax.random.split(jax.random.fold_in(rng_key, 1))
     every, some = np.arange(rows), np.sort(np.random.default_rng(0).permutation(rows)[:_SAMPLE])
@@ -136,10 +137,19 @@ def _smoothed(
 
 def _searched(search: Search, rng_key: Array, started: float) -> FitResult:
     """The end of a search as that of an ordinary optimizer."""
-    profile = search.profile
-    svi = SVI(search.task.model, search.guide, NaturalGradient(0.5, optax.adam(0.1 * _RATE)), search.task.loss)
-    svi.constrain_fn = profile.svi.constrain_fn
-    state = SVIState(svi.optim.init(profile.unconstrained), profile.state.mutable_state, rng_key)
+    profile, task, guide, params = search.profile, search.task, search.guide, search.profile.unconstrained
+    correlated = search.covariance is not None and not task.base_given
+    if correlated:
+        learns = bool(search.inducing) and search.sparse_guide.learns_inducing
+        guide = dataclasses.replace(task, base=AutoMultivariateNormal).guide(
+            search.inducing or None, learn_inducing=learns
+        )
+    svi = SVI(task.model, guide, NaturalGradient(0.5, optax.adam(0.1 * _RATE)), task.loss)
+    if correlated:
+        params, search.guide = search.correlate(svi), guide
+    else:
+        svi.constrain_fn = profile.svi.constrain_fn
+    state = SVIState(svi.optim.init(params), profile.state.mutable_state, rng_key)
     form = "smoothed over time, " if search.task.over_time else "" if search.inducing else "dense posterior, "
     method = f"all at once, {form}L-BFGS with {profile.evaluations} evaluations"
     return _result(search, svi, state, jnp.asarray([search.value]), method, search.converged, started)

@@ -7,9 +7,11 @@ from typing import Any, cast
 
 import jax
 from jax import Array
+from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 from numpyro.distributions.transforms import biject_to
+from numpyro.infer import SVI
 from numpyro.infer.autoguide import AutoGuide, AutoNormal
 
 from numpyro_sgp.distributions.wrappers import is_real
@@ -17,10 +19,11 @@ from numpyro_sgp.fitting.automatic.needs import Need, inducing_of, needs_of, pri
 from numpyro_sgp.fitting.automatic.placing import place, placed, unexplained
 from numpyro_sgp.fitting.automatic.profile import Profile
 from numpyro_sgp.fitting.automatic.task import Task
+from numpyro_sgp.guides.base import packed_index
 from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
 from numpyro_sgp.posteriors.markov.guide import AutoMarkovGP
 
-__all__ = ["NEGLIGIBLE", "Search"]
+__all__ = ["NEGLIGIBLE", "Search", "inverse_curvature"]
 
 # Nats a row: what gains less was the last of its kind.
 NEGLIGIBLE = 1e-3
@@ -34,8 +37,8 @@ _MOST_CHOICES = 4
 _ITERATIONS, _MOST_ROUNDS = 100, 5
 # Standard deviations of latents, unconstrained, while their means are searched for.
 _NARROW = 1e-6
-# The curvature needs two gradients for each entry of a latent.
-_MOST_CURVATURES = 100
+# The curvature needs two gradients for each entry of a latent. If it is less than the second, a posterior is flat.
+_MOST_CURVATURES, _FLAT = 100, 1e-4
 
 
 class Search:
@@ -55,6 +58,7 @@ class Search:
         enough: whether the inducing inputs explain as much as is wanted.
         value: the loss.
         converged: whether the search ended by itself.
+        covariance: of the latents outside of the joint posterior, in the order of `scales`, once `widen` has found it.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Search:
         self.task, self.rng_key, self.rows = task, rng_key, len(index)
         self.args, self.kwargs = task.args(index), task.keywords(len(index))
         self.value, self.converged = np.inf, False
+        self.covariance: np.ndarray | None = None
         number = len(index) if len(index) <= _FEW or task.number_given else _FIRST
         first = functools.partial(place, most=min(number, task.most_inducing))
         given = first if task.inducing is None else task.inducing
@@ -284,23 +289,61 @@ class Search:
     def widen(self) -> bool:
         """Give latents outside of the joint posterior the standard deviations that the curvature of the bound says.
 
-        For a Gaussian posterior these are the best ones of independent Gaussians. False where there are too many.
+        For a Gaussian posterior these are the best ones of independent Gaussians; `covariance` has those of a joint
+        one. False where there are too many.
         """
         if not self.scales:
             return True
         if not self._num_curvatures:
             return False
-        locations = [name.removesuffix("_scale") + "_loc" for name in self.scales]
-        values = self.profile.unconstrained
-        curvature = self.profile.curvature(locations)
-        widths = {}
-        for scale, location in zip(self.scales, locations, strict=True):
-            h = curvature[location]
-            # Where the bound is flat, or not at its maximum, half a unit is as good as any.
-            sd = np.where(h > 1e-4, 1.0 / np.sqrt(np.maximum(h, 1e-4)), 0.5)
-            widths[scale] = self._unconstrained_scale(jnp.asarray(sd, values[location].dtype))
-        self.profile.move(widths)
+        values, names = self.profile.unconstrained, self._of_scales
+        curvature = self.profile.curvature(names)
+        self.covariance = inverse_curvature(curvature)
+        h = np.diag(curvature)
+        # Where the bound is flat, or not at its maximum, half a unit is as good as any.
+        sd = jnp.asarray(np.where(h > _FLAT, 1.0 / np.sqrt(np.maximum(h, _FLAT)), 0.5))
+        _, unravel = ravel_pytree([values[name] for name in names])
+        widths = [self._unconstrained_scale(each) for each in unravel(sd)]
+        self.profile.move(dict(zip(self.scales, widths, strict=True)))
         return True
+
+    def correlate(self, svi: SVI) -> dict[str, Array]:
+        """Make latents outside of the joint posterior one Gaussian with `covariance`.
+
+        Args:
+            svi: with a guide whose base is `AutoMultivariateNormal`; it has not been run.
+
+        Returns:
+            Its unconstrained parameters.
+        """
+        # Traced, so that it finds the latents and the constraints; nothing is computed.
+        jax.eval_shape(lambda key, args: svi.init(key, *args, **self.kwargs), self.rng_key, self.args)
+        prefix, names, before = f"_{self.guide.prefix}", self._of_scales, self.profile.unconstrained
+        index = packed_index(svi.guide.base)
+        order = np.concatenate([np.ravel(index[name.removesuffix(f"{prefix}_loc")]) for name in names])
+        loc, covariance = np.zeros(len(order)), np.zeros((len(order), len(order)))
+        loc[order] = ravel_pytree([before[name] for name in names])[0]
+        covariance[np.ix_(order, order)] = self.covariance
+        dtype = before[names[0]].dtype
+        L = jnp.asarray(np.linalg.cholesky(covariance), dtype)
+        params = {name: value for name, value in before.items() if name not in {*names, *self.scales}}
+        params[f"{self.guide.prefix}_loc"] = jnp.asarray(loc, dtype)
+        params[f"{self.guide.prefix}_scale_tril"] = biject_to(svi.guide.base.scale_tril_constraint).inv(L)
+        return params
+
+    @property
+    def _of_scales(self) -> list[str]:
+        """Where those latents are whose standard deviations are `scales`."""
+        return [name.removesuffix("_scale") + "_loc" for name in self.scales]
+
+
+def inverse_curvature(curvature: np.ndarray) -> np.ndarray | None:
+    """A covariance of several latents; None where the curvature is not that of a maximum beyond its rounding."""
+    H = 0.5 * (curvature + curvature.T)
+    if len(H) < 2 or not np.isfinite(H).all():
+        return None
+    resolved = max(_FLAT, np.max(np.abs(curvature - curvature.T)))
+    return np.linalg.inv(H) if np.linalg.eigvalsh(H)[0] > resolved else None
 
 
 def _as_many(Z: Array, like: Array) -> Array:

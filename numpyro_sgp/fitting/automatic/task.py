@@ -56,6 +56,7 @@ class Task:
         deadline: when to end, by `time.perf_counter`.
         over_time: whether the posterior is that of `AutoMarkovGP`, without inducing inputs.
         few: up to how many rows the posterior is dense from the start; 0 for a model that is not for that.
+        base_given: whether the user has chosen `base`.
     """
 
     model: Callable
@@ -72,6 +73,7 @@ class Task:
     deadline: float
     over_time: bool = False
     few: int = 0
+    base_given: bool = False
 
     def args(self, index: np.ndarray) -> tuple:
         """Arguments of the model with some of the rows."""
@@ -82,11 +84,11 @@ class Task:
         """Its keyword arguments with that many rows in all."""
         return with_num_data(self.model, (), {}, rows)
 
-    def guide(self, inducing: Any) -> AutoTSVGP | AutoMarkovGP:
+    def guide(self, inducing: Any, *, learn_inducing: bool = False) -> AutoTSVGP | AutoMarkovGP:
         """The guide."""
         if self.over_time:
             return AutoMarkovGP(self.model, base=self.base, joint=self.joint)
-        return AutoTSVGP(self.model, inducing, base=self.base, joint=self.joint)
+        return AutoTSVGP(self.model, inducing, base=self.base, joint=self.joint, learn_inducing=learn_inducing)
 
     @property
     def is_over(self) -> bool:
