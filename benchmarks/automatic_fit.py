@@ -11,12 +11,13 @@ its own, whose processor time counts from its start to the last parameter, impor
     python benchmarks/automatic_fit.py --data yacht.npz magic.npz --folds 0 1 --gpflow PYTHON --output results
     python benchmarks/automatic_fit.py --data kin40k.npz --budget 140 --output results
     python benchmarks/automatic_fit.py --data yacht.npz --by-hand --output results
+    python benchmarks/automatic_fit.py --data yacht.npz --chains --output results
     python benchmarks/automatic_fit.py --nuts --output results
 
 With `--budget` there is `fit` alone, with so many seconds, and with `--by-hand` t-SVGP with six settings: trained
 inducing inputs from k-means or, of up to 1000 rows, none; Adam of 0.01 or 0.03 that falls to zero; hyperparameters at
 their mode or with Gaussians. It takes 1500 steps with all rows, or 5000 with batches of 1000. Each has a file of its
-own.
+own. With `--chains` there is NUTS, in the place of `fit`.
 """
 
 import argparse
@@ -198,6 +199,45 @@ def dense(p: dict, binary: bool, reduced: bool) -> dict:
     return {**scores(np.asarray(mean)[None], variance[None], p["y_test"]), "seconds": seconds, "M": len(X)}
 
 
+def nuts(p: dict, binary: bool, reduced: bool) -> dict:
+    """Long chains of the dense model, at the training and test inputs."""
+    from common import long_chains
+    import jax.numpy as jnp
+    import numpyro
+    import numpyro.distributions as dist
+
+    import numpyro_sgp as sgp
+
+    numpyro.enable_x64()
+    N, every, y = len(p["X"]), jnp.concatenate([p["X"], p["X_test"]]), jnp.asarray(p["y"])
+    D = every.shape[1]
+
+    def model():
+        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(1.0, 1.0).expand([D]).to_event(1))
+        variance = numpyro.sample("variance", dist.LogNormal(0.0, 1.0))
+        K = sgp.kernels.Matern52(lengthscale, variance)(every, every)
+        if binary:
+            L = jnp.linalg.cholesky(K + 1e-8 * variance * jnp.eye(len(every)))
+            f = L @ numpyro.sample("v", dist.Normal().expand([len(every)]).to_event(1))
+            numpyro.sample("y", dist.Bernoulli(logits=f[:N]), obs=y)
+            numpyro.deterministic("p", 1.0 / (1.0 + jnp.exp(-f[N:])))
+            return
+        noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
+        C = K[:N, :N] + noise**2 * jnp.eye(N)
+        numpyro.sample("y", dist.MultivariateNormal(jnp.zeros(N), C), obs=y)
+        W = jnp.linalg.solve(C, K[:N, N:])
+        numpyro.deterministic("mean", W.T @ y)
+        numpyro.deterministic("variance_of_y", jnp.diag(K)[N:] - jnp.sum(W * K[:N, N:], axis=0) + noise**2)
+
+    draws, r_hat, ess = long_chains(model, num_samples=20 if reduced else 1000, dense_mass=not binary)
+    seconds = time.process_time()
+    if binary:
+        found = class_scores(np.asarray(draws["p"]).mean(axis=0), p["y_test"])
+    else:
+        found = scores(np.asarray(draws["mean"]), np.asarray(draws["variance_of_y"]), p["y_test"])
+    return {**found, "seconds": seconds, "M": N, "r_hat": r_hat, "ess": ess}
+
+
 def gpflow(p: dict, binary: bool, reduced: bool) -> dict:
     """SVGP with its usual settings; where a natural step is not finite, anew with Adam for all parameters."""
     import gpflow
@@ -311,7 +351,7 @@ def against_nuts(reduced: bool) -> list[dict]:
     return table
 
 
-LIBRARIES = {"numpyro_sgp": ours, "dense": dense, "gpflow": gpflow, "by_hand": by_hand}
+LIBRARIES = {"numpyro_sgp": ours, "dense": dense, "gpflow": gpflow, "by_hand": by_hand, "nuts": nuts}
 _MOST_DENSE_ROWS, _MOST_ROWS_AT_ONCE = 2000, 1000
 
 
@@ -323,6 +363,21 @@ def settings_by_hand(N: int) -> dict[str, dict]:
         for M in numbers
         for rate, mode in ((0.01, True), (0.01, False), (0.03, False))
     }
+
+
+def trials(arguments: argparse.Namespace, N: int, binary: bool) -> list[tuple[str, str, dict]]:
+    """What is run on each fold: which of `LIBRARIES`, its name in the result, and its settings."""
+    by_hand = [("by_hand", name, options) for name, options in settings_by_hand(N).items()]
+    fit, exact, chains, peer = ([(name, name, {})] for name in ("numpyro_sgp", "dense", "nuts", "gpflow"))
+    if arguments.reduced:
+        return fit + exact + chains + by_hand[:1]
+    if arguments.by_hand:
+        return by_hand
+    if arguments.chains:
+        return chains
+    if arguments.budget:
+        return fit
+    return fit + (exact if not binary and N <= _MOST_DENSE_ROWS else []) + (peer if arguments.gpflow else [])
 
 
 def child(library: str, path: Path, reduced: bool) -> None:
@@ -352,17 +407,11 @@ def main(arguments: argparse.Namespace) -> None:
     import numpyro_sgp as sgp
 
     numpyro.enable_x64()
-    libraries = {
-        "numpyro_sgp": sys.executable,
-        "dense": sys.executable,
-        **({"gpflow": arguments.gpflow} if arguments.gpflow else {}),
-    }
     result, settings = "automatic_fit", {}
     if arguments.budget:
         result, settings = "automatic_fit_budget", {"budget": arguments.budget}
-        libraries = {"numpyro_sgp": sys.executable}
     if arguments.by_hand:
-        result, libraries = "automatic_fit_by_hand", {"by_hand": sys.executable}
+        result = "automatic_fit_by_hand"
     runs = earlier(result, settings, arguments.output)
     sets = {path.stem: {fold: data_set(path, fold) for fold in arguments.folds} for path in arguments.data}
     if arguments.reduced:
@@ -375,18 +424,14 @@ def main(arguments: argparse.Namespace) -> None:
             binary = bool(np.isin(y, (0.0, 1.0)).all())
             Z = np.asarray(sgp.kmeans(None, X, num_inducing=min(256, len(X) // 2)))
             run = runs.setdefault(name, {"rows": len(X), "columns": X.shape[1], "binary": binary})
-            tried = [(library, library, {}) for library in libraries]
-            if arguments.by_hand:
-                tried = [("by_hand", each, options) for each, options in settings_by_hand(len(X)).items()]
-            for library, title, options in tried:
-                if library == "dense" and (binary or len(X) > _MOST_DENSE_ROWS):
-                    continue
+            for library, title, options in trials(arguments, len(X), binary):
                 with tempfile.TemporaryDirectory() as folder:
                     path = Path(folder) / "problem.npz"
+                    python = arguments.gpflow if library == "gpflow" else sys.executable
                     of_rows = {"X": X, "y": y, "X_test": X_test, "y_test": y_test, "Z": Z}
                     np.savez(path, **of_rows, binary=binary, budget=arguments.budget or 0.0, **options)
                     try:
-                        found = measured(library, libraries[library], path, arguments.reduced)
+                        found = measured(library, python, path, arguments.reduced)
                     except RuntimeError as error:
                         if library != "gpflow":
                             raise
@@ -411,6 +456,7 @@ if __name__ == "__main__":
     parser.add_argument("--gpflow", help="interpreter with GPflow")
     parser.add_argument("--by-hand", action="store_true", help="guides with settings, in place of `fit`")
     parser.add_argument("--budget", type=float, help="seconds for `fit`")
+    parser.add_argument("--chains", action="store_true", help="NUTS on the data sets, in place of `fit`")
     parser.add_argument("--nuts", action="store_true", help="a comparison with NUTS, too")
     parser.add_argument("--reduced", action="store_true")
     parser.add_argument("--output", type=Path, help="folder for the results as JSON")
