@@ -362,11 +362,12 @@ _MOST_DENSE_ROWS, _MOST_ROWS_AT_ONCE = 2000, 1000
 def settings_by_hand(N: int) -> dict[str, dict]:
     """What one would try: few or many inducing inputs, low or high rates, hyperparameters at their mode or spread."""
     numbers = (min(128, N // 2), N) if N <= _MOST_ROWS_AT_ONCE else (256, 512)
-    return {
-        f"M = {M}, rate = {rate}, {'mode' if mode else 'spread'}": {"M": M, "rate": rate, "mode": mode}
-        for M in numbers
-        for rate, mode in ((0.01, True), (0.01, False), (0.03, False))
-    }
+    found = {}
+    for M in numbers:
+        for rate, base in ((0.01, "mode"), (0.01, "spread"), (0.03, "spread")):
+            name = f"M = {'N' if M == N else M}, rate = {rate}, {base}"
+            found[name] = {"M": M, "rate": rate, "mode": base == "mode"}
+    return found
 
 
 def trials(arguments: argparse.Namespace, N: int, binary: bool) -> list[tuple[str, str, dict]]:

@@ -202,6 +202,12 @@ def test_hyperparameters_have_the_covariances_of_the_curvature():
     logs = np.log(np.column_stack([draws[name] for name in names]))
     assert_allclose(np.corrcoef(logs.T), expected / sds / sds[:, None], atol=0.03)
     assert np.max(np.abs(expected / sds / sds[:, None] - np.eye(4))) > 0.5  # or it would say little
+    with jax.enable_x64(False):
+        single = sgp.fit(two_columns, KEY, (X.astype(np.float32), y.astype(np.float32)))
+        of_base = single.guide.quantiles(single.params, norm.cdf([-1.0, 0.0, 1.0]), X)
+    assert single.params["auto_scale_tril"].dtype == np.float32
+    low, _, high = np.log(np.column_stack([of_base[name] for name in names]))
+    assert_allclose(0.5 * (high - low), sds, rtol=0.1)
 
 
 def test_a_covariance_needs_a_curvature_that_is_that_of_a_maximum():

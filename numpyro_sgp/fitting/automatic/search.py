@@ -301,9 +301,9 @@ class Search:
         self.covariance = inverse_curvature(curvature)
         h = np.diag(curvature)
         # Where the bound is flat, or not at its maximum, half a unit is as good as any.
-        sd = jnp.asarray(np.where(h > _FLAT, 1.0 / np.sqrt(np.maximum(h, _FLAT)), 0.5))
-        _, unravel = ravel_pytree([values[name] for name in names])
-        widths = [self._unconstrained_scale(each) for each in unravel(sd)]
+        sd = np.where(h > _FLAT, 1.0 / np.sqrt(np.maximum(h, _FLAT)), 0.5)
+        flat, unravel = ravel_pytree([values[name] for name in names])
+        widths = [self._unconstrained_scale(each) for each in unravel(jnp.asarray(sd, flat.dtype))]
         self.profile.move(dict(zip(self.scales, widths, strict=True)))
         return True
 
@@ -318,9 +318,9 @@ class Search:
         """
         # Traced, so that it finds the latents and the constraints; nothing is computed.
         jax.eval_shape(lambda key, args: svi.init(key, *args, **self.kwargs), self.rng_key, self.args)
-        prefix, names, before = f"_{self.guide.prefix}", self._of_scales, self.profile.unconstrained
-        index = packed_index(svi.guide.base)
-        order = np.concatenate([np.ravel(index[name.removesuffix(f"{prefix}_loc")]) for name in names])
+        names, before, index = self._of_scales, self.profile.unconstrained, packed_index(svi.guide.base)
+        latents = [name.removesuffix(f"_{self.guide.prefix}_loc") for name in names]
+        order = np.concatenate([np.ravel(index[latent]) for latent in latents])
         loc, covariance = np.zeros(len(order)), np.zeros((len(order), len(order)))
         loc[order] = ravel_pytree([before[name] for name in names])[0]
         covariance[np.ix_(order, order)] = self.covariance
