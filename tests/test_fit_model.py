@@ -27,7 +27,7 @@ from numpyro_sgp.fitting.automatic.budget import Budget, parsed_budget
 from numpyro_sgp.fitting.automatic.placing import placed, precision_of_rows, unexplained
 from numpyro_sgp.fitting.automatic.profile import Profile
 from numpyro_sgp.fitting.automatic.report import evidence_of
-from numpyro_sgp.fitting.automatic.search import Search, inverse_curvature
+from numpyro_sgp.fitting.automatic.search import Search, laplace_covariance
 from numpyro_sgp.fitting.automatic.task import Task, effects, few_rows, is_over_time
 
 module = sys.modules["numpyro_sgp.fitting.automatic.fit_model"]  # the attribute is the function
@@ -212,13 +212,13 @@ def test_hyperparameters_have_the_covariances_of_the_curvature():
 
 def test_a_covariance_needs_a_curvature_that_is_that_of_a_maximum():
     H = np.asarray([[2.0, 1.0], [1.0, 3.0]])
-    assert_allclose(inverse_curvature(H), np.linalg.inv(H))
+    assert_allclose(laplace_covariance(H), np.linalg.inv(H))
     skew = np.asarray([[0.0, 1.0], [-1.0, 0.0]])
-    assert inverse_curvature(H + 0.6 * skew) is not None
-    assert inverse_curvature(H + 0.8 * skew) is None  # its least eigenvalue is 1.38
-    assert inverse_curvature(np.diag([1.0, -1.0])) is None
-    assert inverse_curvature(np.diag([1.0, np.nan])) is None
-    assert inverse_curvature(np.eye(1)) is None
+    assert laplace_covariance(H + 0.6 * skew) is not None
+    assert laplace_covariance(H + 0.8 * skew) is None  # its least eigenvalue is 1.38
+    assert laplace_covariance(np.diag([1.0, -1.0])) is None
+    assert laplace_covariance(np.diag([1.0, np.nan])) is None
+    assert laplace_covariance(np.eye(1)) is None
 
 
 @pytest.mark.exhaustive

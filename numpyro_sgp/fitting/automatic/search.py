@@ -23,7 +23,7 @@ from numpyro_sgp.guides.base import packed_index
 from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
 from numpyro_sgp.posteriors.markov.guide import AutoMarkovGP
 
-__all__ = ["NEGLIGIBLE", "Search", "inverse_curvature"]
+__all__ = ["NEGLIGIBLE", "Search", "laplace_covariance"]
 
 # Nats a row: what gains less was the last of its kind.
 NEGLIGIBLE = 1e-3
@@ -298,7 +298,7 @@ class Search:
             return False
         values, names = self.profile.unconstrained, self._of_scales
         curvature = self.profile.curvature(names)
-        self.covariance = inverse_curvature(curvature)
+        self.covariance = laplace_covariance(curvature)
         h = np.diag(curvature)
         # Where the bound is flat, or not at its maximum, half a unit is as good as any.
         sd = np.where(h > _FLAT, 1.0 / np.sqrt(np.maximum(h, _FLAT)), 0.5)
@@ -308,7 +308,7 @@ class Search:
         return True
 
     def correlate(self, svi: SVI) -> dict[str, Array]:
-        """Make latents outside of the joint posterior one Gaussian with `covariance`.
+        """Give latents outside of the joint posterior the Laplace approximation with `covariance`.
 
         Args:
             svi: with a guide whose base is `AutoMultivariateNormal`; it has not been run.
@@ -337,8 +337,8 @@ class Search:
         return [name.removesuffix("_scale") + "_loc" for name in self.scales]
 
 
-def inverse_curvature(curvature: np.ndarray) -> np.ndarray | None:
-    """A covariance of several latents; None where the curvature is not that of a maximum beyond its rounding."""
+def laplace_covariance(curvature: np.ndarray) -> np.ndarray | None:
+    """Of several latents; None where the curvature is not that of a maximum beyond its rounding."""
     H = 0.5 * (curvature + curvature.T)
     if len(H) < 2 or not np.isfinite(H).all():
         return None
