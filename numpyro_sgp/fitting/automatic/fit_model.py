@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import SVI
 from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
-from numpyro.infer.svi import SVIState
+from numpyro.infer.svi import SVIRunResult, SVIState
 import optax
 
 from numpyro_sgp._internal.checks import positive
@@ -39,8 +39,11 @@ _MANY_TIMES, _PART_OF_TIMES = 2000, 10_000
 _SHARE_OF_SEARCH = 0.35
 # Steps of the first cycle and of the longest.
 _FIRST_CYCLE, _LONGEST_CYCLE = 500, 4000
-# Where step sizes start in a cycle: of Adam, and ρ.
+# Where step sizes start in a cycle: of Adam, and ρ. At its end the sites are averages over so many epochs, or steps.
 _RATE, _RHO = 0.03, 0.3
+_LAST_EPOCHS, _MOST_LAST_STEPS = 5, 200
+# Batches on which the bound is compared between cycles.
+_COMPARED = 20
 
 
 def fit_model(
@@ -169,9 +172,11 @@ def _trained(
         start = {name: shrink * value if name in search.scales else value for name, value in start.items()}
         inducing = search.chosen() if task.inducing is None and search.inducing else task.inducing
     if search.inducing:
-        search.guide = search.sparse_guide.with_inducing(inducing, learn_inducing=search.learns)
+        # Those that explain a sample leave more of a rougher function that all rows ask for.
+        learns = search.learns or (batch_size < task.rows and task.inducing is None and task.learn_inducing is None)
+        search.guide = search.sparse_guide.with_inducing(inducing, learn_inducing=learns)
     guide = search.guide
-    last_rho = max(batch_size / task.rows, 0.01)
+    last_rho = max(batch_size / (_LAST_EPOCHS * task.rows), 1.0 / _MOST_LAST_STEPS)
 
     def cycle(length: int) -> SVI:
         rho = optax.cosine_decay_schedule(_RHO, length, min(1.0, last_rho / _RHO))
@@ -186,6 +191,19 @@ def _trained(
 
     batch = task.args(np.arange(batch_size))
     state = init(rng_key, None, batch) if start is None else jax.jit(init)(rng_key, start, batch)
+
+    @jax.jit
+    def loss_of(params: dict[str, Any], args: tuple) -> Array:
+        return task.loss.loss(rng_key, params, task.model, guide, *args, **keywords)
+
+    def loss_after(run: SVIRunResult) -> float:
+        """Of the same rows and with the same random numbers after each cycle."""
+        params = {**run.params, **(run.state.mutable_state or {})}
+        return float(np.mean([loss_of(params, task.args(rows)) for rows in compared]))
+
+    order = np.random.default_rng(0).permutation(task.rows)
+    batches = order[: len(order) // batch_size * batch_size].reshape(-1, batch_size)
+    compared = np.sort(batches[:_COMPARED], axis=1)
     total, reached = 0, np.inf
     while True:
         begun = time.perf_counter()
@@ -200,14 +218,14 @@ def _trained(
             callback=lambda _: task.is_over,
         )
         state, total = run.state, total + len(run.losses)
-        bound = float(jnp.mean(run.losses[-max(1, len(run.losses) // 10) :]))
-        converged = reached - bound < NEGLIGIBLE * task.rows
+        loss = loss_after(run)
+        converged = reached - loss < NEGLIGIBLE * task.rows
         left = (task.deadline - time.perf_counter()) * len(run.losses) / (time.perf_counter() - begun)
         length = 2 * length
         if num_steps or converged or length > _LONGEST_CYCLE or left < 0.2 * _FIRST_CYCLE:
             method = f"batches of {batch_size}, {total} steps"
             return _result(search, svi, state, run.losses, method, converged, started)
-        reached, length = bound, int(min(length, 0.9 * left))
+        reached, length = loss, int(min(length, 0.9 * left))
         following = cycle(length)
         following.constrain_fn = svi.constrain_fn
         params = svi.optim.get_params(state.optim_state)
