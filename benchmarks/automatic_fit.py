@@ -18,6 +18,7 @@ With `--budget` there is `fit` alone, with so many seconds, and with `--by-hand`
 inducing inputs from k-means or, of up to 1000 rows, none; Adam of 0.01 or 0.03 that falls to zero; hyperparameters at
 their mode or with Gaussians. It takes 1500 steps with all rows, or 5000 with batches of 1000. Each has a file of its
 own. With `--chains` there is NUTS, in the place of `fit`.
+`--weak-priors` has wide priors on all hyperparameters, in a file of its own.
 """
 
 import argparse
@@ -49,18 +50,32 @@ def class_scores(p: np.ndarray, y: np.ndarray) -> dict[str, float]:
     return {"nlpd": float(nlpd), "error": float(np.mean((p > 0.5) != (y == 1.0)))}
 
 
-def model_of(D: int, binary: bool) -> Callable:
+def priors(D: int, weak: bool) -> dict[str, tuple[float, float]]:
+    """Means and standard deviations of the logarithms of hyperparameters."""
+    if weak:
+        # Lengthscales as Hvarfner, Hellsten and Nardi (2024) have them for unit cubes.
+        return {
+            "lengthscale": (2.0**0.5 + 0.5 * float(np.log(D)), 3.0**0.5),
+            "variance": (0.0, 3.0),
+            "noise": (-1.0, 3.0),
+        }
+    return {"lengthscale": (1.0, 1.0), "variance": (0.0, 1.0), "noise": (-1.0, 1.0)}
+
+
+def model_of(D: int, binary: bool, weak: bool) -> Callable:
     """The model, with its hyperparameters."""
     import numpyro
     import numpyro.distributions as dist
 
     import numpyro_sgp as sgp
 
+    prior = {name: dist.LogNormal(*of_logarithm) for name, of_logarithm in priors(D, weak).items()}
+
     def model(X, y=None, num_data=None):
-        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(1.0, 1.0).expand([D]).to_event(1))
-        variance = numpyro.sample("variance", dist.LogNormal(0.0, 1.0))
+        lengthscale = numpyro.sample("lengthscale", prior["lengthscale"].expand([D]).to_event(1))
+        variance = numpyro.sample("variance", prior["variance"])
         f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.Matern52(lengthscale, variance), X))
-        noise = None if binary else numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
+        noise = None if binary else numpyro.sample("noise", prior["noise"])
         with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
             numpyro.sample("y", dist.Bernoulli(logits=f) if noise is None else dist.Normal(f, noise), obs=y)
 
@@ -101,7 +116,7 @@ def ours(p: dict, binary: bool, reduced: bool) -> dict:
 
     numpyro.enable_x64()
     options = {"num_inducing": 5, "num_steps": 5} if reduced else {"budget": float(p["budget"]) or None}
-    model = model_of(p["X"].shape[1], binary)
+    model = model_of(p["X"].shape[1], binary, bool(p["weak"]))
     result = sgp.fit(model, jax.random.key(0), (p["X"], p["y"]), progress_bar=False, **options)
     seconds = time.process_time()
     report = result.report
@@ -122,7 +137,7 @@ def by_hand(p: dict, binary: bool, reduced: bool) -> dict:
 
     numpyro.enable_x64()
     X, y = (jax.numpy.asarray(p[name]) for name in ("X", "y"))
-    N, model = len(X), model_of(X.shape[1], binary)
+    N, model = len(X), model_of(X.shape[1], binary, bool(p["weak"]))
     M, rate, mode = int(p["M"]), float(p["rate"]), bool(p["mode"])
     steps, B = (1500, N) if N <= _MOST_ROWS_AT_ONCE else (5000, 1000)
     steps = 5 if reduced else steps
@@ -159,7 +174,8 @@ def dense(p: dict, binary: bool, reduced: bool) -> dict:
     jax.config.update("jax_enable_x64", True)
     X, y, X_test = (np.asarray(p[name]) for name in ("X", "y", "X_test"))
     D = X.shape[1]
-    means = np.r_[np.ones(D), 0.0, -1.0]  # of the logarithms of lengthscales, variance and noise
+    prior = priors(D, bool(p["weak"]))
+    means, sds = np.array([prior["lengthscale"]] * D + [prior["variance"], prior["noise"]]).T
 
     def covariance(w, A, B):
         A, B = A / jax.numpy.exp(w[:D]), B / jax.numpy.exp(w[:D])
@@ -176,7 +192,7 @@ def dense(p: dict, binary: bool, reduced: bool) -> dict:
         L = root(w, X)
         white = solve_triangular(L, y, lower=True)
         evidence = -0.5 * white @ white - jax.numpy.sum(jax.numpy.log(jax.numpy.diag(L)))
-        return -(evidence + jax.numpy.sum(norm.logpdf(w, means)))
+        return -(evidence + jax.numpy.sum(norm.logpdf(w, means, sds)))
 
     value_and_gradient = jax.jit(jax.value_and_grad(negative_log_density))
 
@@ -211,10 +227,11 @@ def nuts(p: dict, binary: bool, reduced: bool) -> dict:
     numpyro.enable_x64()
     N, every, y = len(p["X"]), jnp.concatenate([p["X"], p["X_test"]]), jnp.asarray(p["y"])
     D = every.shape[1]
+    prior = {name: dist.LogNormal(*of_logarithm) for name, of_logarithm in priors(D, bool(p["weak"])).items()}
 
     def model():
-        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(1.0, 1.0).expand([D]).to_event(1))
-        variance = numpyro.sample("variance", dist.LogNormal(0.0, 1.0))
+        lengthscale = numpyro.sample("lengthscale", prior["lengthscale"].expand([D]).to_event(1))
+        variance = numpyro.sample("variance", prior["variance"])
         K = sgp.kernels.Matern52(lengthscale, variance)(every, every)
         if binary:
             L = jnp.linalg.cholesky(K + 1e-8 * variance * jnp.eye(len(every)))
@@ -222,7 +239,7 @@ def nuts(p: dict, binary: bool, reduced: bool) -> dict:
             numpyro.sample("y", dist.Bernoulli(logits=f[:N]), obs=y)
             numpyro.deterministic("p", 1.0 / (1.0 + jnp.exp(-f[N:])))
             return
-        noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
+        noise = numpyro.sample("noise", prior["noise"])
         C = K[:N, :N] + noise**2 * jnp.eye(N)
         numpyro.sample("y", dist.MultivariateNormal(jnp.zeros(N), C), obs=y)
         W = jnp.linalg.solve(C, K[:N, N:])
@@ -417,6 +434,8 @@ def main(arguments: argparse.Namespace) -> None:
         result, settings = "automatic_fit_budget", {"budget": arguments.budget}
     if arguments.by_hand:
         result = "automatic_fit_by_hand"
+    if arguments.weak_priors:
+        result, settings = "automatic_fit_weak_priors", {"weak_priors": True}
     runs = earlier(result, settings, arguments.output)
     sets = {path.stem: {fold: data_set(path, fold) for fold in arguments.folds} for path in arguments.data}
     if arguments.reduced:
@@ -434,7 +453,8 @@ def main(arguments: argparse.Namespace) -> None:
                     path = Path(folder) / "problem.npz"
                     python = arguments.gpflow if library == "gpflow" else sys.executable
                     of_rows = {"X": X, "y": y, "X_test": X_test, "y_test": y_test, "Z": Z}
-                    np.savez(path, **of_rows, binary=binary, budget=arguments.budget or 0.0, **options)
+                    problem = {"binary": binary, "weak": arguments.weak_priors, "budget": arguments.budget or 0.0}
+                    np.savez(path, **of_rows, **problem, **options)
                     try:
                         found = measured(library, python, path, arguments.reduced)
                     except RuntimeError as error:
@@ -461,6 +481,7 @@ if __name__ == "__main__":
     parser.add_argument("--gpflow", help="interpreter with GPflow")
     parser.add_argument("--by-hand", action="store_true", help="guides with settings, in place of `fit`")
     parser.add_argument("--budget", type=float, help="seconds for `fit`")
+    parser.add_argument("--weak-priors", action="store_true", help="wide priors, lengthscales that grow with columns")
     parser.add_argument("--chains", action="store_true", help="NUTS on the data sets, in place of `fit`")
     parser.add_argument("--nuts", action="store_true", help="a comparison with NUTS, too")
     parser.add_argument("--reduced", action="store_true")

@@ -231,8 +231,14 @@ def test_minibatches_come_close_to_all_rows(monkeypatch):
     parts = sgp.fit(regression, KEY, (X, y), batch_size=100, progress_bar=False)
     assert "batches of 100" in parts.report.method
     medians = [each.guide.median(each.params, X) for each in (whole, parts)]
-    assert_allclose(medians[1]["noise"], medians[0]["noise"], rtol=0.05)
-    assert_allclose(medians[1]["f"], medians[0]["f"], atol=0.1)
+    # The sites are averages over several epochs: over a single one, f would be within 0.02.
+    assert_allclose(medians[1]["noise"], medians[0]["noise"], rtol=0.01)
+    assert_allclose(medians[1]["f"], medians[0]["f"], atol=0.01)
+    # Those of the sample are kept where that is asked for, or where they are given.
+    assert parts.guide.learns_inducing
+    for options in ({"learn_inducing": False}, {"inducing": X[::50]}):
+        kept = sgp.fit(regression, KEY, (X, y), batch_size=100, num_steps=5, progress_bar=False, **options)
+        assert not kept.guide.learns_inducing
     bands = [each.guide.quantiles(each.params, [0.16, 0.84], X)["noise"] for each in (whole, parts)]
     assert_allclose(np.log(bands[1][1] / bands[1][0]), np.log(bands[0][1] / bands[0][0]), rtol=0.5)
     monkeypatch.setattr(module, "_MOST_OPERATIONS", np.inf)

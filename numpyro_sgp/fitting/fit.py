@@ -88,8 +88,8 @@ def fit(
     as the hyperparameters settle, as many as the data need: what they leave of the variance of f is to be a fiftieth of
     the variance with which a row tells it. If all rows are seen at once, L-BFGS maximises the bound with q(u) at its
     best, and latents outside of the joint posterior get a Laplace approximation, with the curvature there. If not,
-    cycles of natural steps and Adam on minibatches, each twice as long as the one before, end where the bound no longer
-    rises. In the place of inducing inputs, unless options of these or a `batch_size` are given, one function of few
+    cycles of natural steps and Adam on minibatches, each twice as long as the one before, train inducing inputs too and
+    end where the bound no longer rises. In the place of inducing inputs, unless options of these or a `batch_size` are given, one function of few
     rows has the dense posterior, `AutoTSVGP(model, None)` (up to 300; with Gaussian noise up to 2000), and one of more
     than 2000 times is smoothed by `AutoMarkovGP` if that takes its kernel exactly. Nothing is standardised: the
     model's priors should fit the units of the data.
@@ -130,7 +130,8 @@ def fit(
             they limit the number of inducing inputs and of steps. Compilation comes on top of the time.
         num_inducing: of a model: M, for each GP site.
         inducing: of a model: inducing inputs, as for `AutoTSVGP`.
-        learn_inducing: of a model: whether to train them; None where there are too few of them.
+        learn_inducing: of a model: whether to train them. None for those that `fit` has chosen, on minibatches or where
+            they are too few.
         base: of a model: guide for the latents outside of the joint posterior. None for `AutoMultivariateNormal` if all
             rows are seen at once, and else for `AutoNormal`.
         joint: of a model: as for `AutoTSVGP`; None for "auto", but for latents that are positive or otherwise limited,

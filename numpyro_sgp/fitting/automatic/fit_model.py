@@ -163,7 +163,7 @@ def _trained(
 ) -> FitResult:
     """Natural steps and Adam on batches: cycles of falling step sizes, each twice as long, while the bound rises."""
     task, keywords, start = search.task, search.task.keywords(search.task.rows), None
-    inducing = task.inducing or search.inducing
+    inducing = search.inducing if task.inducing is None else task.inducing
     if search.deterministic:
         search.widen()
         # All rows say more than the sample.
