@@ -462,6 +462,7 @@ def main(arguments: argparse.Namespace) -> None:
                             raise
                         found = {"failed": str(error).splitlines()[-1]}
                 run.setdefault(title, {})[str(fold)] = found
+                report(result, {"settings": settings, "runs": runs}, arguments.output)
                 if "failed" in found:
                     print(f"{name} {fold} {title}: {found['failed']}", flush=True)
                     continue
@@ -469,7 +470,6 @@ def main(arguments: argparse.Namespace) -> None:
                     f"NLPD {found['nlpd']:.4f}, error {found['error']:.4f}, {found['seconds']:.0f} s, M = {found['M']}"
                 )
                 print(f"{name} {fold} {title}: {text}", flush=True)
-        report(result, {"settings": settings, "runs": runs}, arguments.output)
     if arguments.nuts or arguments.reduced:
         report("automatic_fit_nuts", {"table": against_nuts(arguments.reduced)}, arguments.output)
 
