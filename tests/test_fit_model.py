@@ -234,17 +234,23 @@ def test_minibatches_come_close_to_all_rows(monkeypatch):
     # The sites are averages over several epochs: over a single one, f would be within 0.02.
     assert_allclose(medians[1]["noise"], medians[0]["noise"], rtol=0.01)
     assert_allclose(medians[1]["f"], medians[0]["f"], atol=0.01)
-    # Those of the sample are kept where that is asked for, or where they are given.
-    assert parts.guide.learns_inducing
-    for options in ({"learn_inducing": False}, {"inducing": X[::50]}):
-        kept = sgp.fit(regression, KEY, (X, y), batch_size=100, num_steps=5, progress_bar=False, **options)
-        assert not kept.guide.learns_inducing
     bands = [each.guide.quantiles(each.params, [0.16, 0.84], X)["noise"] for each in (whole, parts)]
     assert_allclose(np.log(bands[1][1] / bands[1][0]), np.log(bands[0][1] / bands[0][0]), rtol=0.5)
     monkeypatch.setattr(module, "_MOST_OPERATIONS", np.inf)
     again = sgp.fit(regression, KEY, (X, y))  # a sample first, and then all rows
     assert "all at once" in again.report.method
     assert_allclose(again.guide.median(again.params, X)["noise"], medians[0]["noise"], rtol=1e-2)
+
+
+@pytest.mark.thorough
+def test_minibatches_train_inducing_inputs_that_a_sample_has_chosen(monkeypatch):
+    monkeypatch.setattr(module, "_SAMPLE", 20)
+    for trained, options in ((True, {}), (False, {"learn_inducing": False}), (False, {"inducing": X[::8]})):
+        result = sgp.fit(regression, KEY, (X, Y), batch_size=10, num_steps=3, progress_bar=False, **options)
+        assert result.guide.learns_inducing is trained
+        rows = {tuple(row) for row in X}
+        kept = all(tuple(row) in rows for row in np.asarray(result.params["f_auto_inducing"].Z))
+        assert kept is not trained
 
 
 @pytest.mark.thorough

@@ -218,7 +218,7 @@ def _trained(
             callback=lambda _: task.is_over,
         )
         state, total = run.state, total + len(run.losses)
-        loss = loss_after(run)
+        loss = np.inf if num_steps else loss_after(run)
         converged = reached - loss < NEGLIGIBLE * task.rows
         left = (task.deadline - time.perf_counter()) * len(run.losses) / (time.perf_counter() - begun)
         length = 2 * length
