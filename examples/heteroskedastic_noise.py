@@ -39,14 +39,14 @@ def mean_process(X):
 
 
 def heteroskedastic(X, y=None):
-    """Acceleration y ~ N(f(t), exp(g(t))²); the level of g has a prior of its own, as the mean of the process."""
+    """Acceleration y ~ N(f(t), exp(level + g(t))²)."""
     f = mean_process(X)
     level = numpyro.sample("level", dist.Normal(jnp.log(20.0), 1.0))
     noise_lengthscale = numpyro.sample("noise_lengthscale", dist.LogNormal(jnp.log(10.0), 0.5))
     noise_amplitude = numpyro.sample("noise_amplitude", dist.LogNormal(0.0, 0.5))
     kernel = sgp.kernels.Matern52(noise_lengthscale, noise_amplitude**2)
-    g = numpyro.sample("g", sgp.GaussianProcess(kernel, X, mean=level))
-    noise = numpyro.deterministic("noise", jnp.exp(g))
+    g = numpyro.sample("g", sgp.GaussianProcess(kernel, X))
+    noise = numpyro.deterministic("noise", jnp.exp(level + g))
     with numpyro.plate("data", X.shape[0]):
         numpyro.sample("y", dist.Normal(f, noise), obs=y)
 

@@ -42,9 +42,9 @@ def model(X, y=None, made=True):
     variance = numpyro.sample("variance", dist.LogNormal(0.5, 0.5))
     noise = numpyro.sample("noise", dist.LogNormal(-3.0, 0.5))
     level = numpyro.sample("level", dist.Normal(0.0, 1.0))
-    f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.Matern52(lengthscale, variance), X, mean=level))
+    f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.Matern52(lengthscale, variance), X))
     with numpyro.plate("evaluations", X.shape[0]), handlers.mask(mask=made):
-        numpyro.sample("y", dist.Normal(f, noise), obs=y)
+        numpyro.sample("y", dist.Normal(level + f, noise), obs=y)
 
 
 def minimisers(functions: sgp.FunctionDraws, rng_key, num_starts: int, num_steps: int):

@@ -210,6 +210,45 @@ def test_hyperparameters_have_the_covariances_of_the_curvature():
     assert_allclose(0.5 * (high - low), sds, rtol=0.1)
 
 
+def test_a_posterior_that_is_no_gaussian_is_not_taken_for_one():
+    def level(X, y=None):
+        level = numpyro.sample("level", dist.Normal(0.0, 5.0))
+        f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.Matern52(1.0), X, mean=level))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    # f follows a level that is its prior mean, so the bound has a far greater curvature than the evidence.
+    for model, is_gaussian in ((regression, True), (level, False)):
+        common = {"data": (X, Y), "rows": N, "loss": sgp.QuadratureELBO(), "base": AutoNormal, "joint": False}
+        choices = {"inducing": None, "learn_inducing": None, "most_inducing": 10, "number_given": False}
+        task = Task(model=model, **common, **choices, most_whole=N, deadline=np.inf, few=N)
+        search = Search(task, np.arange(N), KEY)
+        search.run()
+        assert search.widen() == is_gaussian
+
+
+@pytest.mark.thorough
+def test_far_outcomes_and_a_curvature_between_slow_steps():
+    def noisy(X, y=None):
+        level = numpyro.sample("level", dist.Normal(np.log(20.0), 1.0))
+        f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.Matern52(0.5, 50.0**2), X))
+        g = numpyro.sample("g", sgp.GaussianProcess(sgp.kernels.Matern52(1.0), X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, jnp.exp(level + g)), obs=y)
+
+    y = np.where(X[:, 0] < 0.0, 0.0, 1.0) * 200.0 * Y
+    guide = sgp.AutoTSVGP(noisy, X[::2], joint=("f", "g"))
+    profile = Profile(noisy, guide, sgp.QuadratureELBO(), KEY, (X, y), {}, None)
+    profile.move({"level_auto_scale": jnp.asarray(np.log(1e-6))})
+    assert np.isfinite(profile.evaluate({})[0])
+    profile.minimise({"level_auto_scale"}, 50, lambda: False)
+    name = "level_auto_loc"
+    start, values = profile.unconstrained[name], []
+    for shift in (-0.2, 0.2, 0.0):
+        values.append(profile.evaluate({name: start + shift}, slopes=[name], max_change=1e-5)[0])
+    assert_allclose(profile.curvature([name]), (values[0] + values[1] - 2.0 * values[2]) / 0.04, rtol=0.02)
+
+
 def test_a_covariance_needs_a_curvature_that_is_that_of_a_maximum():
     H = np.asarray([[2.0, 1.0], [1.0, 3.0]])
     assert_allclose(laplace_covariance(H), np.linalg.inv(H))
@@ -373,14 +412,15 @@ def test_a_search_leaves_time_for_the_curvature(monkeypatch):
         return rosen(z), {**jax.tree.map(jnp.zeros_like, others), **dict(zip(names, rosen_der(z), strict=True))}
 
     monkeypatch.setattr(search.profile, "evaluate", valley)
+    checks = 2.0 * search_module._CHECKS
     for _ in range(2):
-        start, search.task = clock.now, dataclasses.replace(task, deadline=clock.now + 15.0)
+        start, search.task = clock.now, dataclasses.replace(task, deadline=clock.now + 15.0 + checks)
         search._minimise()
         assert not search.converged
         ends.append(clock.now - start)
         search.profile.seconds = 0.0
-    # Two latents have two curvatures, of two evaluations each.
-    assert 11.0 < ends[0] < 15.0 < ends[1] < 20.0
+    # Two latents have two curvatures, of two evaluations each, as has each draw of their check.
+    assert 11.0 < ends[0] < 15.0 < ends[1] - checks < 20.0
 
 
 @pytest.mark.thorough

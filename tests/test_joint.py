@@ -520,6 +520,23 @@ def test_sites_that_cannot_be_joint_are_warned_of():
         handlers.seed(sgp.AutoTSVGP(poisson, Z, joint=False, sites="per_datum"), 0)()
 
 
+def test_a_latent_in_a_prior_mean_is_warned_of():
+    def model(where):
+        a = numpyro.sample("a", dist.Normal())
+        kernel = SE(jnp.exp(a) if where == "kernel" else 1.0)
+        f = numpyro.sample("f", sgp.GaussianProcess(kernel, X, mean=0.0 if where == "term" else a))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Poisson(jnp.exp(f + a if where == "term" else f)), obs=COUNTS)
+
+    with pytest.warns(UserWarning, match=r"prior mean of the GP site 'f' depends on \['a'\].*joint=False"):
+        handlers.seed(sgp.AutoTSVGP(model, Z), 0)("mean")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # With a kernel that depends on it, too, it could not be added to f.
+        for where, options in (("mean", {"joint": False}), ("mean", {"base": AutoDelta}), ("term", {}), ("kernel", {})):
+            handlers.seed(sgp.AutoTSVGP(model, Z, **options), 0)(where)
+
+
 # Working with one.
 
 

@@ -80,7 +80,8 @@ def find_groups(
             is integrated row by row.
 
     Warns:
-        UserWarning: latents that are left out; terms that may depend on several rows of such a site.
+        UserWarning: latents that are left out, and those of a prior mean; terms that may depend on several rows of such
+            a site.
     """
     trace = first_run(model, handlers.substitute(data=dict(values)), GivenGaussianProcesses(0.0))
     found = _coupled(model, trace)
@@ -108,6 +109,7 @@ def find_groups(
     inside = [name for name in latents if name not in parents and not depends[f"prior {name}"].intersection(gps)]
     if joint == "auto":
         _warn_of_families(terms, [name for name in members if kinds[name] is None], inside, family)
+        _warn_of_means(of_gps, latents)
     named = None if joint in ("auto", False) else _checked_names(joint, able, inside, terms, gps)
     if named is not None:
         able, inside = [name for name in able if name in named], [name for name in inside if name in named]
@@ -188,6 +190,19 @@ def _warn_of_families(
                 f"The posterior of the GP site {name!r}, {type(family(name)).__name__}, takes it to be independent "
                 f"of {found}, which meet it in terms of the model: the intervals of both are too narrow. Use tied "
                 "sites or natural parameters of inducing inputs (M, D), or pass `joint=False` if this is meant."
+            )
+            warnings.warn(msg, UserWarning, stacklevel=2)
+
+
+def _warn_of_means(of_gps: Mapping[str, list[frozenset[str]]], latents: list[str]) -> None:
+    for name, (inputs, mean, *kernel) in of_gps.items():
+        found = sorted(mean.intersection(latents) - inputs.union(*kernel))
+        if found:
+            msg = (
+                f"The prior mean of the GP site {name!r} depends on {found}, and the posterior takes what f differs from "
+                "it by to be independent of them: their intervals are far too narrow. Add the mean to f in the terms "
+                "of the model instead, as in `dist.Normal(mean + f, noise)` with f of mean zero, or pass `joint=False` "
+                "if this is meant."
             )
             warnings.warn(msg, UserWarning, stacklevel=2)
 

@@ -21,9 +21,12 @@ from numpyro_sgp.optim import NaturalGradient
 __all__ = ["Profile"]
 
 # Natural steps from one evaluation to the next change the sites little; the first ones change them much.
-_MOST_STEPS = 30
+# Where outcomes are far from the prior, only short ones leave the sites a posterior at first.
+_MOST_STEPS, _LEAST_LENGTH = 30, 1e-4
 # Relative changes of the bound that are none; in float32 rounding is larger.
 _SETTLED = 1e-8
+# Differences of gradients want better sites: a gradient's error is of first order in that of the sites, not of second.
+_SETTLED_SLOPES, _MOST_STEPS_FOR_SLOPES = 1e-11, 60
 _CORRECTIONS = 20
 # Unconstrained parameters move by e⁴ at most in one search, so that a step too long does not end in overflow.
 _REACH = 4.0
@@ -49,6 +52,10 @@ def _recorder() -> optax.GradientTransformationExtraArgs:
         return jax.tree.map(jnp.zeros_like, updates), _Seen(extra["value"].astype(state.loss.dtype), updates)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _flat(grads: dict[str, Any], names: Sequence[str]) -> np.ndarray:
+    return np.concatenate([np.zeros(0), *(np.ravel(grads[name]) for name in names)])
 
 
 class Profile:
@@ -79,7 +86,7 @@ class Profile:
         self.state = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.asarray(leaf).dtype), state)  # none of weak type
         self.key = self.state.rng_key
         eps = float(jnp.finfo(self.state.optim_state[1].loss.dtype).eps)
-        self.settled = max(_SETTLED, 20.0 * eps)
+        self.settled, self._rounding = max(_SETTLED, 20.0 * eps), 20.0 * eps
         self._is_single = eps > 1e-10  # float32, which rounds gradients by some hundredths
         self.evaluations = 0
         self.seconds = 0.0  # of the last evaluation
@@ -116,35 +123,66 @@ class Profile:
         number, here = self.state.optim_state
         self.state = self.state._replace(optim_state=(number, here._replace(params={**here.params, **others})))
 
-    def evaluate(self, others: dict[str, Any], rng_key: Array | None = None) -> tuple[float, dict[str, Any]]:
-        """The loss and its gradients at other values of some parameters; infinite where it is not finite."""
+    def evaluate(
+        self,
+        others: dict[str, Any],
+        rng_key: Array | None = None,
+        *,
+        slopes: Sequence[str] = (),
+        max_change: float = np.inf,
+    ) -> tuple[float, dict[str, Any]]:
+        """The loss and its gradients at other values of some parameters; infinite where it is not finite.
+
+        Args:
+            others: parameters and their unconstrained values.
+            rng_key: a key other than that of all evaluations.
+            slopes: parameters for whose gradients the sites have to be better than for the loss.
+            max_change: by which a step may change these gradients at the end.
+        """
         start, begun = self.state, time.perf_counter()
         self.move(others)
-        length, before, seen = 1.0, np.inf, None
-        for number in range(1 if self.exact else _MOST_STEPS):
+        most_steps = 1 if self.exact else _MOST_STEPS_FOR_SLOPES if slopes else _MOST_STEPS
+        allowed = max(_SETTLED_SLOPES, self._rounding) if slopes else self.settled
+        length, longest, before, seen = 1.0, 1.0, np.inf, None
+        slope = change = np.zeros(1)
+        for number in range(most_steps):
             key = self.key if rng_key is None else rng_key
             state, now, taken = self._step(self.state, jnp.asarray(length), key, self.args)
             self.evaluations += 1
             value = float(now.loss)
             if not (bool(taken) and np.isfinite(value)):
-                if length < 0.01:
+                if length < _LEAST_LENGTH:
                     break
-                length *= 0.5
+                length *= 0.25
                 continue
-            settled = abs(value - before) <= self.settled * (1.0 + abs(value))
+            settled = abs(value - before) <= allowed * (1.0 + abs(value))
             if self.exact is None and number == 1:
                 self.exact = settled
             self.state, seen = state, now
-            if settled:
+            last = change
+            slope, change = (found := _flat(now.grads, slopes)), found - slope
+            if settled and (self.exact or np.max(np.abs(change), initial=0.0) <= max_change):
                 break
             if value > before:  # too long a step, since without one the value stays
-                length = max(0.5 * length, 0.05)
-            before = value
+                longest = max(0.5 * length, 0.05)
+            # Between sites of nearly the same loss, to and fro: in the middle are better ones.
+            is_between = number > 1 and length == longest and np.sum(change * last) < 0.0
+            length, before = 0.5 * length if is_between else min(2.0 * length, longest), value
         self.seconds = time.perf_counter() - begun
         if seen is None:
             self.state = start
             return np.inf, {}
         return float(seen.loss), seen.grads
+
+    def values_at(self, others: dict[str, Any], rng_keys: Array) -> np.ndarray:
+        """The loss at other values of some parameters, for each key, with the sites as they are."""
+        state, found = self.state, []
+        self.move(others)
+        for key in rng_keys:
+            found.append(float(self._step(self.state, jnp.zeros(()), key, self.args)[1].loss))
+            self.evaluations += 1
+        self.state = state
+        return np.asarray(found)
 
     def is_deterministic(self, rng_key: Array) -> bool:
         """Whether gradients and best sites do not depend on the key; the value has a draw of log q in it.
@@ -231,7 +269,7 @@ class Profile:
             The entries of the first parameter come first. It is as symmetric as rounding lets it be, and NaN where the
             loss is not finite.
         """
-        step = 0.1 if self._is_single else 1e-3
+        step, max_change = (0.1, np.inf) if self._is_single else (1e-3, 1e-5)
         state, flat, unravel = self.state, *ravel_pytree([self.unconstrained[name] for name in names])
         found = np.zeros((len(flat), len(flat)))
         for index in range(len(flat)):
@@ -239,8 +277,9 @@ class Profile:
             for sign in (-1.0, 1.0):
                 self.state = state
                 moved = unravel(flat.at[index].add(sign * step))
-                grads = self.evaluate(dict(zip(names, moved, strict=True)))[1]
-                slopes.append(np.asarray(ravel_pytree([grads[name] for name in names])[0]) if grads else np.nan)
+                others = dict(zip(names, moved, strict=True))
+                grads = self.evaluate(others, slopes=names, max_change=max_change)[1]
+                slopes.append(_flat(grads, names) if grads else np.nan)
             found[index] = (slopes[1] - slopes[0]) / (2.0 * step)
         self.state = state
         return found

@@ -39,6 +39,8 @@ _ITERATIONS, _MOST_ROUNDS = 100, 5
 _NARROW = 1e-6
 # The curvature needs two gradients for each entry of a latent. If it is less than the second, a posterior is flat.
 _MOST_CURVATURES, _FLAT = 100, 1e-4
+# Draws by which a Laplace approximation is held against the bound.
+_CHECKS = 4
 
 
 class Search:
@@ -276,8 +278,9 @@ class Search:
         return False
 
     def _is_over(self) -> bool:
-        """Whether there is time for nothing but the curvatures, of two evaluations each."""
-        return time.perf_counter() + 2 * self._num_curvatures * self.profile.seconds > self.task.deadline
+        """Whether there is time for nothing but the curvatures, of two evaluations each, and their check."""
+        number = self._num_curvatures + _CHECKS if self._num_curvatures else 0
+        return time.perf_counter() + 2 * number * self.profile.seconds > self.task.deadline
 
     @property
     def _num_curvatures(self) -> int:
@@ -290,7 +293,7 @@ class Search:
         """Give latents outside of the joint posterior the standard deviations that the curvature of the bound says.
 
         For a Gaussian posterior these are the best ones of independent Gaussians; `covariance` has those of a joint
-        one. False where there are too many.
+        one. False where there are too many, or where the bound is far lower with them than a Gaussian posterior's.
         """
         if not self.scales:
             return True
@@ -304,8 +307,12 @@ class Search:
         sd = np.where(h > _FLAT, 1.0 / np.sqrt(np.maximum(h, _FLAT)), 0.5)
         flat, unravel = ravel_pytree([values[name] for name in names])
         widths = [self._unconstrained_scale(each) for each in unravel(jnp.asarray(sd, flat.dtype))]
-        self.profile.move(dict(zip(self.scales, widths, strict=True)))
-        return True
+        wide = dict(zip(self.scales, widths, strict=True))
+        keys = jax.random.split(jax.random.fold_in(self.rng_key, 2), _CHECKS)
+        narrow = self.profile.values_at({}, keys)
+        excess = np.mean(self.profile.values_at(wide, keys) - narrow) - 0.5 * len(sd) + np.sum(np.log(sd / _NARROW))
+        self.profile.move(wide)
+        return bool(excess < max(2.0, len(sd)))
 
     def correlate(self, svi: SVI) -> dict[str, Array]:
         """Give latents outside of the joint posterior the Laplace approximation with `covariance`.
