@@ -199,10 +199,10 @@ def _warn_of_means(of_gps: Mapping[str, list[frozenset[str]]], latents: list[str
         found = sorted(mean.intersection(latents) - inputs.union(*kernel))
         if found:
             msg = (
-                f"The prior mean of the GP site {name!r} depends on {found}, and the posterior takes what f differs from "
-                "it by to be independent of them: their intervals are far too narrow. Add the mean to f in the terms "
-                "of the model instead, as in `dist.Normal(mean + f, noise)` with f of mean zero, or pass `joint=False` "
-                "if this is meant."
+                f"The prior mean of the GP site {name!r} depends on {found}, and the posterior takes {name} minus its "
+                f"prior mean to be independent of {found}: their intervals are far too narrow. Add the mean in the "
+                "terms of the model instead, as in `dist.Normal(mean + f, noise)` with f of mean zero, or pass "
+                "`joint=False` if this is meant."
             )
             warnings.warn(msg, UserWarning, stacklevel=2)
 

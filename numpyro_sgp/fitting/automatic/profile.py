@@ -174,15 +174,14 @@ class Profile:
             return np.inf, {}
         return float(seen.loss), seen.grads
 
-    def values_at(self, others: dict[str, Any], rng_keys: Array) -> np.ndarray:
-        """The loss at other values of some parameters, for each key, with the sites as they are."""
-        state, found = self.state, []
+    def value_beside(self, others: dict[str, Any]) -> float:
+        """The loss at other values of some parameters, with the sites as they are."""
+        state = self.state
         self.move(others)
-        for key in rng_keys:
-            found.append(float(self._step(self.state, jnp.zeros(()), key, self.args)[1].loss))
-            self.evaluations += 1
+        value = float(self._step(self.state, jnp.zeros(()), self.key, self.args)[1].loss)
+        self.evaluations += 1
         self.state = state
-        return np.asarray(found)
+        return value
 
     def is_deterministic(self, rng_key: Array) -> bool:
         """Whether gradients and best sites do not depend on the key; the value has a draw of log q in it.
