@@ -40,7 +40,8 @@ _NARROW = 1e-6
 # The curvature needs two gradients for each entry of a latent. If it is less than the second, a posterior is flat.
 _MOST_CURVATURES, _FLAT = 100, 1e-4
 # Deviations of latents, and their opposites, at which a Laplace approximation is held against the bound.
-_CHECKS = 4
+# Some excess is that of sites that do not follow a noise scale, say; its limit is in nats, and for each entry.
+_CHECKS, _MOST_EXCESS, _MOST_EXCESS_EACH = 4, 5.0, 2.0
 
 
 class Search:
@@ -307,7 +308,7 @@ class Search:
         sd = np.where(h > _FLAT, 1.0 / np.sqrt(np.maximum(h, _FLAT)), 0.5)
         flat, unravel = ravel_pytree([values[name] for name in names])
         widths = [self._unconstrained_scale(each) for each in unravel(jnp.asarray(sd, flat.dtype))]
-        is_gaussian = self._excess(curvature, sd) < max(1.0, 0.5 * len(sd))
+        is_gaussian = self._excess(curvature, sd) < max(_MOST_EXCESS, _MOST_EXCESS_EACH * len(sd))
         self.profile.move(dict(zip(self.scales, widths, strict=True)))
         return is_gaussian
 
