@@ -41,7 +41,7 @@ _NARROW = 1e-6
 _MOST_CURVATURES, _FLAT = 100, 1e-4
 # Deviations of latents, and their opposites, at which a Laplace approximation is held against the bound.
 # Some excess is that of sites that do not follow a noise scale, say; its limit is in nats, and for each entry.
-_CHECKS, _MOST_EXCESS, _MOST_EXCESS_EACH = 4, 5.0, 2.0
+_CHECKS, _MOST_EXCESS, _MOST_EXCESS_EACH = 4, 5.0, 3.0
 
 
 class Search:
