@@ -22,7 +22,11 @@ from numpyro_sgp.kernels import Matern52, SquaredExponential
 from numpyro_sgp.posteriors.functions import _draw_prior, _prior_at, sample_functions
 from numpyro_sgp.posteriors.process import process_posterior
 
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = [
+    pytest.mark.usefixtures("x64"),
+    # Here a latent is a prior mean on purpose: function draws have it, too.
+    pytest.mark.filterwarnings("ignore:The prior mean of the GP site:UserWarning"),
+]
 
 N, M, D, C, N_NEW, DRAWS = 7, 5, 2, 3, 4, 1500
 RNG = np.random.default_rng(70)
