@@ -224,7 +224,13 @@ def test_a_posterior_that_is_no_gaussian_is_not_taken_for_one():
         task = Task(model=model, **common, **choices, most_whole=N, deadline=np.inf, few=N)
         search = Search(task, np.arange(N), KEY)
         search.run()
-        assert search.widen() == is_gaussian
+        evaluations = [search.profile.evaluations]
+        for _ in range(2):
+            assert search.widen() == is_gaussian
+            evaluations.append(search.profile.evaluations)
+        # Once, and by the program of the search.
+        assert evaluations[0] < evaluations[1] == evaluations[2]
+        assert search.profile._step._cache_size() == 1
 
 
 @pytest.mark.thorough

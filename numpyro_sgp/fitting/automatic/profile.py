@@ -178,7 +178,7 @@ class Profile:
         """The loss at other values of some parameters, with the sites as they are."""
         state = self.state
         self.move(others)
-        value = float(self._step(self.state, jnp.zeros(()), self.key, self.args)[1].loss)
+        value = float(self._step(self.state, jnp.asarray(0.0), self.key, self.args)[1].loss)
         self.evaluations += 1
         self.state = state
         return value

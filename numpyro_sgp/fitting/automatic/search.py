@@ -76,6 +76,7 @@ class Search:
         self.args, self.kwargs = task.args(index), task.keywords(len(index))
         self.value, self.converged = np.inf, False
         self.covariance: np.ndarray | None = None
+        self._is_gaussian: bool | None = None  # what `widen` has found
         number = len(index) if len(index) <= _FEW or task.number_given else _FIRST
         first = functools.partial(place, most=min(number, task.most_inducing))
         given = first if task.inducing is None else task.inducing
@@ -296,6 +297,11 @@ class Search:
         For a Gaussian posterior these are the best ones of independent Gaussians; `covariance` has those of a joint
         one. False where there are too many, or where the bound is far lower with them than a Gaussian posterior's.
         """
+        if self._is_gaussian is None:
+            self._is_gaussian = self._widened()
+        return self._is_gaussian
+
+    def _widened(self) -> bool:
         if not self.scales:
             return True
         if not self._num_curvatures:
