@@ -153,6 +153,13 @@ def many_groups(y):
         numpyro.sample("y", dist.Poisson(jnp.exp(f + b[SMALL_GROUP])), obs=y)
 
 
+def trend_as_prior_mean(y):
+    a, b = numpyro.sample("a", dist.Normal(0.0, 2.0)), numpyro.sample("b", dist.Normal(0.0, 1.0))
+    f = numpyro.sample("f", sgp.GaussianProcess(SquaredExponential(1.0), X, mean=a + b * (X[:, 0] - 3.0)))
+    with numpyro.plate("data", N):
+        numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
+
+
 def logistic(eta):
     return 1.0 / (1.0 + np.exp(-eta))
 
@@ -172,6 +179,7 @@ OUTCOMES = {
 }
 SMALL_GROUP, OF_SMALL_GROUP = RNG.integers(0, 30, N), RNG.normal(size=30)
 OUTCOMES[many_groups] = RNG.poisson(np.exp(TREND + 0.5 * OF_SMALL_GROUP[SMALL_GROUP] + 0.5))
+OUTCOMES[trend_as_prior_mean] = RNG.poisson(np.exp(TREND + 0.2 * X[:, 0]))
 INDUCING = {
     additive_processes: {"f": Z, "g": np.linspace(-2.5, 2.5, 20)[:, None]},
     heteroskedastic: {"f": Z, "g": Z},

@@ -526,12 +526,13 @@ def test_factors_of_a_process_and_limited_latents_are_not_joint_and_what_is_adde
         weight = numpyro.sample("weight", dist.Normal())
         slope = numpyro.sample("slope", dist.Normal())
         noise = numpyro.sample("noise", dist.HalfNormal())
-        f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(1.0), X))
+        level = numpyro.sample("level", dist.Normal())
+        f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(1.0), X, mean=level))
         with numpyro.plate("data", X.shape[0]):
             numpyro.sample("y", dist.Normal(weight * f + slope * X[:, 0], noise), obs=y)
 
     task = Task(model, (X, Y), N, sgp.QuadratureELBO(), AutoNormal, "auto", None, None, 10, False, 0, np.inf)
-    assert set(effects(task, np.arange(N), KEY)) == {"f", "slope"}
+    assert set(effects(task, np.arange(N), KEY)) == {"f", "slope", "level"}
 
 
 @pytest.mark.thorough

@@ -1,6 +1,7 @@
 """Joint posteriors of GP sites and other latents, against dense linear algebra and Monte Carlo."""
 
 import dataclasses
+from functools import partial
 import pickle
 import warnings
 
@@ -144,6 +145,128 @@ def test_effects_beside_a_gp_have_the_bound_of_the_gp_with_the_summed_kernel(for
 
     _, exact = fitted(summed, sgp.AutoTSVGP(summed, None), 30)
     np.testing.assert_allclose(result.losses[-1], exact.losses[-1], rtol=0.0, atol=1e-5)
+
+
+def in_mean(mean, y=REALS, noise=0.3):
+    """`gaussian`, with a latent and coefficients in the prior mean of f or beside it."""
+    a, b = coefficients()
+    f = numpyro.sample("f", gp(KERNEL, mean=a + W @ b if mean else 0.0))
+    f = f if mean else a + f + W @ b
+    with numpyro.plate("data", N):
+        numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+OF_ROWS = {
+    "dense": lambda model, _: sgp.AutoTSVGP(model, None),
+    "markov": lambda model, _: sgp.AutoMarkovGP(model),
+    "vecchia": lambda model, _: sgp.AutoVecchiaGP(model, num_neighbours=N - 1),
+}
+
+
+@pytest.mark.parametrize("form", [*FORMS, "dense", "markov", pytest.param("vecchia", marks=pytest.mark.thorough)])
+def test_latents_of_a_prior_mean_are_exact(form):
+    guides = [(FORMS | OF_ROWS)[form](partial(in_mean, mean), X) for mean in (True, False)]
+    _, result = fitted(guides[0].model, guides[0], 2)
+    mean, covariance, evidence = dense()
+    np.testing.assert_allclose(-result.losses[1], evidence, rtol=0.0, atol=1e-5)
+    # The same parameters are those of the model that adds them to f.
+    losses = [sgp.QuadratureELBO().loss(jax.random.key(0), result.params, each.model, each) for each in guides]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-10)
+    added = np.concatenate([np.eye(N), np.ones((N, 1)), W], axis=1)
+    mean, covariance = added @ mean, added @ covariance @ added.T
+    q = guides[0].posterior(jax.random.key(1), result.params)["f"]
+    np.testing.assert_allclose(q.mean, mean, atol=1e-5)
+    np.testing.assert_allclose(q.variance, np.diag(covariance), rtol=1e-5)
+    np.testing.assert_allclose(q.covariance(), covariance, atol=5e-5)
+    draws = guides[0].sample_posterior(jax.random.key(2), result.params, sample_shape=(4000,))
+    own = draws["f"] - draws["a"][:, None] - draws["b"] @ W.T  # with the latents that they belong to
+    np.testing.assert_allclose(own.std(0), np.sqrt(np.diag(dense()[1])[:N]), rtol=0.06)
+    np.testing.assert_allclose(draws["f"].std(0), np.sqrt(q.variance), rtol=0.06)
+
+
+@pytest.mark.thorough
+def test_latents_of_a_prior_mean_beside_a_grid():
+    guide = sgp.AutoSVGP(partial(in_mean, True), sgp.InducingGrid.at(np.linspace(-0.5, 6.5, 20)))
+    svi = SVI(guide.model, guide, optax.adam(0.05), sgp.QuadratureELBO())
+    params = svi.run(jax.random.key(0), 300, progress_bar=False).params
+    q = guide.posterior(jax.random.key(1), params)["f"]
+    draws = guide.sample_posterior(jax.random.key(2), params, sample_shape=(20000,))["f"]
+    np.testing.assert_allclose((draws.mean(0) - q.mean) / np.sqrt(q.variance), 0.0, atol=0.04)
+    sd = np.sqrt(np.diag(q.covariance()))
+    np.testing.assert_allclose(np.sqrt(q.variance) / sd, 1.0, rtol=1e-6)
+    np.testing.assert_allclose((np.cov(draws.T) - q.covariance()) / np.outer(sd, sd), 0.0, atol=0.05)
+
+
+def test_a_prior_mean_that_is_not_linear_in_latents():
+    def model(mean, y=COUNTS):
+        a, rate = numpyro.sample("a", dist.Normal(1.0, 1.0)), numpyro.sample("rate", dist.LogNormal(-1.0, 0.5))
+        curve = a * jnp.exp(-rate * X[:, 0])
+        f = numpyro.sample("f", gp(SE(1.0, 0.3), mean=curve if mean else 0.0))
+        f = f if mean else f + curve
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
+
+    guides = [sgp.AutoTSVGP(partial(model, mean), Z) for mean in (True, False)]
+    params = arbitrary(guides[0].model, guides[0])
+    losses = [sgp.QuadratureELBO().loss(jax.random.key(0), params, each.model, each) for each in guides]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-10)
+    draws = [each.sample_posterior(jax.random.key(2), params, sample_shape=(3,)) for each in guides]
+    curves = np.asarray([a * np.exp(-rate * X[:, 0]) for a, rate in zip(draws[1]["a"], draws[1]["rate"], strict=True)])
+    np.testing.assert_allclose(draws[0]["f"], draws[1]["f"] + curves, rtol=1e-10)
+
+
+@each_form
+def test_processes_and_functions_with_latents_in_the_prior_mean(form):
+    def model(X=X, y=REALS):
+        a, b = numpyro.sample("a", dist.Normal(1.0, 3.0)), numpyro.sample("b", dist.Normal(0.0, 1.0))
+        mean = jax.tree_util.Partial(lambda a, b, x: a + b * x[:, 0], a, b)
+        f = numpyro.sample("f", gp(SE(1.0), X, mean=mean))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    guide = FORMS[form](model, Z)
+    _, result = fitted(model, guide, 2)
+    new = np.linspace(-1.0, 7.0, 9)[:, None]
+    q = guide.posterior(jax.random.key(1), result.params, new, None)["f"]
+    keys = jax.random.split(jax.random.key(2), 4000)
+
+    def given(key):
+        at = sgp.process_posterior(guide, key, result.params)["f"].posterior(new)
+        return at.mean, at.variance
+
+    means, variances = jax.vmap(given)(keys)
+    np.testing.assert_allclose(means.mean(0), q.mean, atol=0.05)
+    np.testing.assert_allclose(means.var(0) + variances.mean(0), q.variance, rtol=0.08)
+    assert variances.mean(0)[-1] < 0.6 * q.variance[-1]  # far from the data the latents matter
+    functions = guide.sample_functions(jax.random.key(3), result.params, num_samples=4000)["f"](new)
+    np.testing.assert_allclose((functions.mean(0) - q.mean) / np.sqrt(q.variance), 0.0, atol=0.08)
+    np.testing.assert_allclose(functions.std(0), np.sqrt(q.variance), rtol=0.08)
+    stock = TraceMeanField_ELBO(num_particles=2000)
+    losses = [each.loss(jax.random.key(4), result.params, model, guide) for each in (sgp.QuadratureELBO(), stock)]
+    np.testing.assert_allclose(losses[0], losses[1], atol=1.0)
+    before = guide.posterior(jax.random.key(1), result.params)["f"]
+    more = guide.condition(result.params, X[:3], before.mean[:3] + 0.5)
+    assert np.all(guide.posterior(jax.random.key(1), more)["f"].mean[:3] > before.mean[:3])
+    less = guide.remove(more, X[:3], before.mean[:3] + 0.5)
+    np.testing.assert_allclose(guide.posterior(jax.random.key(1), less)["f"].mean, before.mean, atol=1e-5)
+
+
+def test_effects_of_groups_in_a_prior_mean():
+    group = np.arange(N) % 70
+
+    def model(mean):
+        e = numpyro.sample("e", dist.Normal(0.0, 0.5).expand([70]).to_event(1))
+        f = numpyro.sample("f", gp(KERNEL, mean=e[group] if mean else 0.0))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Normal(f if mean else f + e[group], 0.3), obs=REALS)
+
+    losses = []
+    for mean, effects in ((True, None), (False, "e")):
+        guide = sgp.AutoTSVGP(partial(model, mean), X)
+        _, result = fitted(guide.model, guide, 2)
+        assert result.params["auto_latents"].groups[0].effects == effects
+        losses.append(result.losses[-1])
+    np.testing.assert_allclose(*losses, rtol=1e-7)
 
 
 @pytest.mark.exhaustive
@@ -520,21 +643,24 @@ def test_sites_that_cannot_be_joint_are_warned_of():
         handlers.seed(sgp.AutoTSVGP(poisson, Z, joint=False, sites="per_datum"), 0)()
 
 
-def test_a_latent_in_a_prior_mean_is_warned_of():
+def test_a_latent_of_a_prior_mean_is_joint_where_one_of_the_terms_would_be():
     def model(where):
         a = numpyro.sample("a", dist.Normal())
         kernel = SE(jnp.exp(a) if where == "kernel" else 1.0)
-        f = numpyro.sample("f", sgp.GaussianProcess(kernel, X, mean=0.0 if where == "term" else a))
+        f = numpyro.sample("f", sgp.GaussianProcess(kernel, X, mean=a))
         with numpyro.plate("data", N):
-            numpyro.sample("y", dist.Poisson(jnp.exp(f + a if where == "term" else f)), obs=COUNTS)
+            numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=COUNTS)
 
-    with pytest.warns(UserWarning, match=r"prior mean of the GP site 'f' depends on \['a'\].*joint=False"):
-        handlers.seed(sgp.AutoTSVGP(model, Z), 0)("mean")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        # With a kernel that depends on it, too, it could not be added to f.
-        for where, options in (("mean", {"joint": False}), ("mean", {"base": AutoDelta}), ("term", {}), ("kernel", {})):
-            handlers.seed(sgp.AutoTSVGP(model, Z, **options), 0)(where)
+    def groups(where="mean", **options):
+        trace = handlers.trace(handlers.seed(sgp.AutoTSVGP(model, Z, **options), 0)).get_trace(where)
+        return trace["auto_latents"]["value"]
+
+    (group,) = groups().groups
+    assert (group.latents, group.means) == (("a",), ("f",))
+    for options in ({"where": "kernel"}, {"joint": False}, {"base": AutoDelta}):
+        assert groups(**options).groups == ()
+    with pytest.warns(UserWarning, match=r"independent of \['a'\].*joint=False"):
+        groups(sites="per_datum")
 
 
 # Working with one.

@@ -41,6 +41,7 @@ class Group:
             if the effects had been written centred, and the scale is left to the base guide.
         effects: the one of the latents of which each row of the data looks at one number, with a block of its own.
         coupled: terms that depend on several rows of a GP site at once, each with that site.
+        means: the sites whose prior means depend on the latents.
     """
 
     sites: tuple[str, ...]
@@ -49,6 +50,7 @@ class Group:
     scaled: tuple[tuple[str, str], ...] = ()
     effects: str | None = None
     coupled: tuple[tuple[str, str], ...] = ()
+    means: tuple[str, ...] = ()
 
     @property
     def dense(self) -> tuple[str, ...]:
@@ -57,7 +59,10 @@ class Group:
 
 
 def program_of(model: Callable[[], Any], trace: Trace, gps: list[str], latents: list[str]) -> Program:
-    """Terms ("term"), priors ("prior") and kernels and means of GP sites ("gp") as functions of f and w."""
+    """Terms ("term"), priors ("prior") and kernels and means of GP sites ("gp") as functions of f and w.
+
+    With f less its prior mean.
+    """
     transforms = transforms_of(trace, latents)
     start = {name: jnp.asarray(trace[name]["value"]) for name in gps}
     start |= {name: jnp.asarray(transforms[name].inv(trace[name]["value"])) for name in latents}
@@ -65,7 +70,7 @@ def program_of(model: Callable[[], Any], trace: Trace, gps: list[str], latents: 
     def run(values: dict[str, Array]) -> dict[str, Array]:
         w = {name: values[name] for name in latents}
         constrained = {name: transforms[name](value) for name, value in w.items()}
-        found = again(model, trace, {**{name: values[name] for name in gps}, **constrained})
+        found = again(model, trace, constrained, {name: values[name] for name in gps})
         result = {f"prior {name}": value for name, value in log_densities(found, transforms, w).items()}
         result |= {f"value {name}": jnp.asarray(value) for name, value in constrained.items()}
         for name in latents:
@@ -113,7 +118,8 @@ def group_of(
     scaled = _scaled(program, names, gaussian, [name for name in names if _is_positive(trace[name]["fn"].support)])
     left = {scale for _, scale in scaled}
     names, gaussian = ([name for name in each if name not in left] for each in (names, gaussian))
-    return Group(tuple(sites), tuple(names), tuple(gaussian), scaled)
+    means = tuple(site for site in sites if depends[f"gp {site} 1"].intersection(names))
+    return Group(tuple(sites), tuple(names), tuple(gaussian), scaled, means=means)
 
 
 def effects_of(program: Program, depends: Mapping[str, frozenset[str]], trace: Trace, group: Group) -> str | None:
@@ -127,6 +133,8 @@ def effects_of(program: Program, depends: Mapping[str, frozenset[str]], trace: T
         return row_dependence(of, program.starts[name].ravel())
 
     def is_apart(name: str) -> bool:
+        if any(name in depends[f"gp {site} 1"] for site in group.sites):
+            return False
         for term, found in depends.items():
             if name not in found or term == f"prior {name}" or not term.startswith(("term ", "prior ")):
                 continue

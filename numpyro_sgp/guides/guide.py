@@ -39,7 +39,9 @@ class AbstractAutoSparseGP(AbstractGuideRun):
 
         The model's terms are not evaluated, so their data may be missing.
 
-        Where a GP takes values of another one, as in a deep GP, they are a joint draw of these, in O(N³).
+        Where a GP takes values of another one, as in a deep GP, they are a joint draw of these, in O(N³). Where a prior
+        mean is not linear in latents of a joint posterior, its moments are those of the linear function at their means;
+        draws are exact.
 
         Args:
             rng_key: draws the hyperparameters, where the base guide is random.
@@ -246,8 +248,8 @@ class AutoSparseGP(AbstractAutoSparseGP):
         base: guide for the other latents: an autoguide class, or a guide. A class starts a latent at what was observed
             of it, if it is the location of an outcome, and near its prior median otherwise.
         joint: which GP sites and other latents have one joint Gaussian: "auto" for all that meet in a term of the
-            model, False for none, or a tuple of names. Latents that a kernel or a prior mean depends on stay with
-            `base`, and so do those of a guide of your own or of `AutoDelta`.
+            model, False for none, or a tuple of names. Latents that a kernel depends on stay with `base`, and so do
+            those of a guide of your own or of `AutoDelta`.
         prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
 
     Raises:

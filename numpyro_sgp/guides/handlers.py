@@ -1,6 +1,6 @@
 """Effect handlers: hide GP values from the base guide, replace GP sites by posteriors."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 import contextlib
 from typing import Any
 
@@ -18,6 +18,7 @@ from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.wrappers import observed_mask, rewrap, unwrap
 
 __all__ = [
+    "GivenDeviations",
     "GivenGaussianProcesses",
     "HiddenSamples",
     "KeysBySite",
@@ -191,6 +192,19 @@ class GivenGaussianProcesses(Messenger):
             shape = msg["fn"].shape()
             values = self.value + self.spread * np.cos(np.arange(shape[-1]))
             msg["value"] = jnp.broadcast_to(jnp.asarray(values, gp.X.dtype), shape)
+
+
+class GivenDeviations(Messenger):
+    """Gives GP sites values by their deviations from the prior mean, which follows the latents that it depends on."""
+
+    def __init__(self, fn: Callable, deviations: Mapping[str, Array]) -> None:
+        self.deviations = deviations
+        super().__init__(fn)
+
+    def process_message(self, msg: dict) -> None:
+        if msg["type"] == "sample" and msg["name"] in self.deviations:
+            prior: Any = unwrap(msg["fn"])
+            msg["value"] = self.deviations[msg["name"]] + prior.prior_mean
 
 
 class SwapGaussianProcesses(Messenger):

@@ -23,14 +23,14 @@ from numpyro_sgp.distributions.wrappers import unwrap
 from numpyro_sgp.guides.group import Group
 from numpyro_sgp.guides.joint_run import INITIAL_SCALE, AbstractJointRun, Prior
 from numpyro_sgp.guides.parameters import SiteParameters
-from numpyro_sgp.math.linalg import with_jitter
-from numpyro_sgp.math.products import matvec_transposed
+from numpyro_sgp.math.linalg import solve_lower, with_jitter
+from numpyro_sgp.math.products import matmul, matvec, matvec_transposed
 from numpyro_sgp.posteriors.dual.tied import shared_covariance
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, inducing_param, refuse_growing
 from numpyro_sgp.posteriors.gaussian import InducingGaussian
 from numpyro_sgp.posteriors.joint.formulas import JointGaussian, stacked
 from numpyro_sgp.posteriors.joint.predictors import Rows
-from numpyro_sgp.posteriors.moments import Moments, Roots, moments, roots_of
+from numpyro_sgp.posteriors.moments import Moments, Roots, moments, roots_of, whiten
 from numpyro_sgp.posteriors.sites import EffectSites, JointSites
 
 __all__ = ["JointRun"]
@@ -118,7 +118,16 @@ class JointRun(AbstractJointRun):
         kff = jnp.broadcast_to(prior.kernel(prior.X), (*batch_shape, N))
         self.priors[site] = Prior(prior.kernel, prior.X, batch_shape)
         rows = self.rows[site] = Rows(Kuf.reshape(C, M, N), kff.reshape(C, N))
-        found, kl = self.gaussian.posterior(self.gaussian.of_site(site, rows), rows.kff.ravel())
+        k, variance, of_mean = self.gaussian.of_site(site, rows), rows.kff.ravel(), 0.0
+        if site in self.group.means:
+            P = self.num_latents
+            of_mean, slopes = self._prior_mean(site, prior, batch_shape)
+            # (What is linear in L⁻¹w is in the columns.)
+            of_mean = of_mean - jnp.tensordot(self.mean[-P:], slopes, axes=1)
+            slopes = slopes.reshape(P, C * N)
+            k = k.at[-P:].set(matmul(self.L[-P:, -P:], slopes))
+            variance = variance + jnp.sum(slopes * slopes, axis=0)
+        found, kl = self.gaussian.posterior(k, variance)
         own = slice(start, start + C * M)
         A = self._of_each(found.A[own].reshape(C, M, C, N)).reshape(*batch_shape, M, N)
         T = jnp.moveaxis(found.T.reshape(-1, C, N), 0, -2).reshape(*batch_shape, -1, N)
@@ -126,17 +135,26 @@ class JointRun(AbstractJointRun):
         shape = (*batch_shape, N)
         q = SparsePosterior(
             prior,
-            Moments(found.mean.reshape(shape), found.variance.reshape(shape), kl * share, Roots(A, T)),
+            Moments(found.mean.reshape(shape) + of_mean, found.variance.reshape(shape), kl * share, Roots(A, T)),
             batch_shape,
         )
         L = self._of_each(self.L[own, own].reshape(C, M, C, M)).reshape(*batch_shape, M, M)
         inducing = self.gaussian.inducing[site]
         q.joint_run = self
-        m, v = (each[own].reshape(*batch_shape, M) for each in (self.mean, self.v))
-        root = self.S_sqrt[own].reshape(*batch_shape, M, -1)
-        q.gaussian = InducingGaussian(inducing, L, m, root)
+        m, root = self._given_mean(own) if site in self.group.means else (self.mean[own], self.S_sqrt[own])
+        q.gaussian = InducingGaussian(inducing, L, m.reshape(*batch_shape, M), root.reshape(*batch_shape, M, -1))
+        v = self.v[own].reshape(*batch_shape, M)
         q.drawn = InducingGaussian(inducing, L, v, jnp.zeros_like(L))
         return q
+
+    def _given_mean(self, own: slice) -> tuple[Array, Array]:
+        """Mean and a root of the covariance of entries of L⁻¹u given the draw of w, which makes the prior mean."""
+        P = self.num_latents
+        W, B = self.S_sqrt[-P:], self.S_sqrt[own]
+        R, turned = whiten(matmul(W, W.T), W)
+        gain = matmul(B, turned.T)
+        deviation = solve_lower(R, (self.v[-P:] - self.mean[-P:])[:, None])[:, 0]
+        return self.mean[own] + matvec(gain, deviation), B - matmul(gain, turned)
 
     def draw(self, site: str, q: SparsePosterior, rng_key: Array, *, joint: bool) -> Array:
         """f(X) given the draw of z: row by row, or jointly in O(N³), as a term that depends on several rows needs."""

@@ -102,9 +102,18 @@ class GridRun(AbstractJointRun):
         self.latents = self._latents_at(model, trace)
 
     def posterior(self, site: str, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
-        del site
-        q = SparsePosterior(prior, self._moments, batch_shape)
-        q.joint_run, q.gaussian, q.drawn = self, self._marginal, self._given
+        found, marginal = self._moments, self._marginal
+        if site in self.group.means:
+            of_mean, slopes = self._prior_mean(site, prior, batch_shape)
+            covariance: Any = found.covariance
+            B = covariance.B + matmul(self.S_sqrt.T, slopes)
+            variance = found.variance + jnp.sum(B**2 - covariance.B**2, axis=0)
+            found = found._replace(
+                mean=found.mean + of_mean, variance=variance, covariance=dataclasses.replace(covariance, B=B)
+            )
+            marginal = self._given  # given the latents that make the prior mean
+        q = SparsePosterior(prior, found, batch_shape)
+        q.joint_run, q.gaussian, q.drawn = self, marginal, self._given
         return q
 
     def draw(self, site: str, q: SparsePosterior, rng_key: Array, *, joint: bool) -> Array:

@@ -93,6 +93,9 @@ class RowsRun(AbstractJointRun):
         gaussian = self.gaussian
         of_w = matmul(gaussian.S_sqrt.T, gaussian.G)
         mean = gaussian.given(gaussian.mean)
+        if site in self.group.means:
+            of_mean, slopes = self._prior_mean(site, prior, batch_shape)
+            mean, of_w = mean + of_mean, of_w - matmul(gaussian.S_sqrt.T, slopes)
         variance = gaussian.f[1] + gaussian.rest + jnp.sum(of_w * of_w, axis=0)
         covariance = None if self._training else JointCovariance(self._given_latents(), of_w)
         q = SparsePosterior(prior, Moments(mean, variance, gaussian.kl, covariance), batch_shape)

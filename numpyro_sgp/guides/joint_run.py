@@ -93,7 +93,10 @@ class AbstractJointRun(ABC):
 
     @abstractmethod
     def posterior(self, site: str, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> SparsePosterior:
-        """q(f(X)) of a GP site, whatever the other members are."""
+        """q(f(X)) of a GP site, whatever the other members are.
+
+        Where its prior mean is not linear in latents, the moments are those of its linearisation at the mean of these.
+        """
 
     @abstractmethod
     def draw(self, site: str, q: SparsePosterior, rng_key: Array, *, joint: bool) -> Array:
@@ -106,6 +109,21 @@ class AbstractJointRun(ABC):
     @abstractmethod
     def given(self, site: str, q: SparsePosterior) -> SparsePosterior:
         """The process given the draw, with the log ratio of that in the place of the divergence."""
+
+    def _prior_mean(self, site: str, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> tuple[Array, Array]:
+        """The prior mean of a site at E[w] less that at the draw, (..., N), and its slopes in L⁻¹w, (P, ..., N)."""
+        P = self.num_latents
+        first = self.mean.shape[0] - P
+        L = self.L[first:, first:]
+
+        def at(v: Array) -> Array:
+            w = self.unflattened(self.gaussian.offset + matvec(L, v))
+            found = self._at({name: self.transforms[name](value) for name, value in w.items()})
+            prior: Any = unwrap(found[site]["fn"])
+            return prior.prior_mean_of(batch_shape)
+
+        mean, push = jax.linearize(at, self.mean[first:])
+        return mean - prior.prior_mean, jax.vmap(push)(jnp.eye(P, dtype=self.dtype))
 
     def _draw_latents(self) -> None:
         """A draw v of L⁻¹z."""

@@ -80,8 +80,7 @@ def find_groups(
             is integrated row by row.
 
     Warns:
-        UserWarning: latents that are left out, and those of a prior mean; terms that may depend on several rows of such
-            a site.
+        UserWarning: latents that are left out; terms that may depend on several rows of such a site.
     """
     trace = first_run(model, handlers.substitute(data=dict(values)), GivenGaussianProcesses(0.0))
     found = _coupled(model, trace)
@@ -102,14 +101,15 @@ def find_groups(
     # A latent whose prior depends on several rows of a site at once.
     terms |= {f"prior {name}": frozenset({site}) for site, names in coupled.items() for name in names}
     of_gps = {name: [depends[f"gp {name} {number}"] for number in range(4)] for name in gps}
-    parents = frozenset().union(*(found for parts in of_gps.values() for found in parts))
+    # A prior mean is added to f: its latents are those of the terms of f.
+    parents = frozenset().union(*(found for inputs, _, *kernel in of_gps.values() for found in (inputs, *kernel)))
+    parents |= frozenset().union(*(mean.intersection(gps) for _, mean, *_ in of_gps.values()))
     kinds = {name: family(name).joins for name in gps}
     members = [name for name in gps if name not in parents and not frozenset().union(*of_gps[name]).intersection(gps)]
     able = [name for name in members if kinds[name] is not None]
     inside = [name for name in latents if name not in parents and not depends[f"prior {name}"].intersection(gps)]
     if joint == "auto":
         _warn_of_families(terms, [name for name in members if kinds[name] is None], inside, family)
-        _warn_of_means(of_gps, latents)
     named = None if joint in ("auto", False) else _checked_names(joint, able, inside, terms, gps)
     if named is not None:
         able, inside = [name for name in able if name in named], [name for name in inside if name in named]
@@ -190,19 +190,6 @@ def _warn_of_families(
                 f"The posterior of the GP site {name!r}, {type(family(name)).__name__}, takes it to be independent "
                 f"of {found}, which meet it in terms of the model: the intervals of both are too narrow. Use tied "
                 "sites or natural parameters of inducing inputs (M, D), or pass `joint=False` if this is meant."
-            )
-            warnings.warn(msg, UserWarning, stacklevel=2)
-
-
-def _warn_of_means(of_gps: Mapping[str, list[frozenset[str]]], latents: list[str]) -> None:
-    for name, (inputs, mean, *kernel) in of_gps.items():
-        found = sorted(mean.intersection(latents) - inputs.union(*kernel))
-        if found:
-            msg = (
-                f"The prior mean of the GP site {name!r} depends on {found}, and the posterior takes {name} minus its "
-                f"prior mean to be independent of {found}: their intervals are far too narrow. Add the mean in the "
-                "terms of the model instead, as in `dist.Normal(mean + f, noise)` with f of mean zero, or pass "
-                "`joint=False` if this is meant."
             )
             warnings.warn(msg, UserWarning, stacklevel=2)
 

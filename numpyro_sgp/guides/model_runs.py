@@ -14,7 +14,7 @@ from numpyro.distributions.util import scale_and_mask, sum_rightmost
 from numpyro.primitives import Messenger
 
 from numpyro_sgp.distributions.traces import Trace, scaled_log_prob
-from numpyro_sgp.guides.handlers import Alone, CheckedPlates, UnchangedState
+from numpyro_sgp.guides.handlers import Alone, CheckedPlates, GivenDeviations, UnchangedState
 
 __all__ = ["again", "first_run", "log_densities", "summed", "transforms_of"]
 
@@ -39,8 +39,18 @@ def first_run(model: Callable[[], Any], *inner: Messenger) -> Trace:
     return trace
 
 
-def again(model: Callable[[], Any], trace: Trace, values: Mapping[str, Any]) -> Trace:
-    """The same run at other values of some sites."""
+def again(
+    model: Callable[[], Any], trace: Trace, values: Mapping[str, Any], deviations: Mapping[str, Array] | None = None
+) -> Trace:
+    """The same run at other values of some sites.
+
+    Args:
+        model: with its arguments given.
+        trace: the run.
+        values: of the sites.
+        deviations: of GP sites from their prior means, for others.
+    """
+    deviations = deviations or {}
     given = {
         name: jax.tree.map(lambda x: x, site["value"])
         for name, site in trace.items()
@@ -49,9 +59,10 @@ def again(model: Callable[[], Any], trace: Trace, values: Mapping[str, Any]) -> 
     replayed: Any = {
         name: {**site, "value": values[name]} if name in values else site
         for name, site in trace.items()
-        if site["type"] != "deterministic"
+        if site["type"] != "deterministic" and name not in deviations
     }
-    run = handlers.substitute(handlers.seed(handlers.replay(model, replayed), rng_seed=0), data=given)
+    run = handlers.replay(GivenDeviations(model, deviations), replayed)
+    run = handlers.substitute(handlers.seed(run, rng_seed=0), data=given)
     with Alone(), numpyro.validation_enabled(False):
         return handlers.trace(run).get_trace()
 

@@ -53,9 +53,9 @@ class JointExpectation:
 
     Args:
         run: the joint Gaussian in a run of the guide.
-        model_at: the run of the model at values of its members.
+        model_at: the run of the model at values of latents and deviations of GP sites from their prior means.
         model_trace: a run of the model.
-        means: E[f] of the prior at the model's inputs, by GP site.
+        shapes: of the GP sites at the model's inputs, (..., N).
         latent_term: log p − log q of a latent that is no member, of a run of the model.
         num_nodes: Gauss-Hermite nodes of one linear predictor.
         num_samples: draws where quadrature does not apply.
@@ -68,8 +68,8 @@ class JointExpectation:
     def __init__(
         self,
         run: AbstractJointRun,
-        model_at: Callable[[Mapping[str, Array]], Trace],
-        means: Mapping[str, Array],
+        model_at: Callable[[Mapping[str, Array], Mapping[str, Array]], Trace],
+        shapes: Mapping[str, tuple[int, ...]],
         latent_term: Callable[[Trace, str], Array],
         num_nodes: int,
         num_samples: int,
@@ -87,7 +87,7 @@ class JointExpectation:
         def terms(values: dict[str, Array]) -> dict[str, Array]:
             w = {name: values[name] for name in group.dense}
             constrained = run.values(w, None if group.effects is None else values[group.effects])
-            trace = model_at({**{name: values[name] for name in group.sites}, **constrained})
+            trace = model_at(constrained, {name: values[name] for name in group.sites})
             result = log_densities(trace, {name: run.transforms[name] for name in own}, w) if latent else {}
             sites = {name: site for name, site in trace.items() if site["type"] == "sample"}
             outcomes = {name for name, site in sites.items() if site["is_observed"]}
@@ -100,10 +100,11 @@ class JointExpectation:
                         result.update(zip(_parts_of(name), gaussian, strict=True))
             return {name: jnp.asarray(value) for name, value in result.items()}
 
-        start = {**means, **run.unflattened(run.gaussian.offset), **no_effects(run)}
+        zeros = {name: jnp.zeros(shape, run.dtype) for name, shape in shapes.items()}
+        start = {**zeros, **run.unflattened(run.gaussian.offset), **no_effects(run)}
         self.program: Program = traced(terms, start)
         self.terms = Terms(run, self.program)
-        self.moments = PredictorMoments(run, self.program, means)
+        self.moments = PredictorMoments(run, self.program, zeros)
         members = {*group.sites, *latents}
         described = {part for name in self.program.outputs for part in _parts_of(name)}
         self.names = [

@@ -63,11 +63,11 @@ class PredictorMoments:
     Args:
         run: the joint Gaussian in a run of the guide.
         program: the terms of the model as functions of its members.
-        means: E[f] of the prior at the model's inputs, by GP site.
+        zeros: values of the GP sites at the model's inputs, which are those of f less its prior mean.
     """
 
-    def __init__(self, run: AbstractJointRun, program: Program, means: Mapping[str, Array]) -> None:
-        self.run, self.program, self.means = run, program, means
+    def __init__(self, run: AbstractJointRun, program: Program, zeros: Mapping[str, Array]) -> None:
+        self.run, self.program, self.zeros = run, program, zeros
 
     def of(self, terms: list[Term], own: list[str]) -> tuple[LatentMoments, list[Known], Array]:
         """Moments of the latents that have nodes and of the predictors that do not move with them, and the divergence.
@@ -115,12 +115,12 @@ class PredictorMoments:
         effects = run.group.effects
 
         def of(f: dict[str, Array], w: Array, e: Array) -> Array:
-            inputs = {site: f[site].reshape(self.means[site].shape) for site in term.sites} | run.unflattened(w)
+            inputs = {site: f[site].reshape(self.zeros[site].shape) for site in term.sites} | run.unflattened(w)
             if effects is not None:
                 inputs[effects] = e.reshape(run.effect_shape)
             return self.program.evaluate([root.number], inputs)[0]
 
-        f = {site: self.means[site].reshape(shapes[site]) for site in term.sites}
+        f = {site: self.zeros[site].reshape(shapes[site]) for site in term.sites}
         moving = np.zeros(run.num_latents)
         moving[run.places(term.linear)] = 1.0
         rows = {site: run.rows[site] for site in term.sites}
@@ -157,7 +157,7 @@ class PredictorMoments:
         return own, cholesky(covariance.at[own_index, own_index].set(own.variance))
 
     def inputs(self, term: Term, w: Array) -> dict[str, Array]:
-        return {site: self.means[site] for site in term.sites} | self.run.unflattened(w) | no_effects(self.run)
+        return {site: self.zeros[site] for site in term.sites} | self.run.unflattened(w) | no_effects(self.run)
 
     def predictor(self, term: Term, root: Root, known: Known, w: Array) -> tuple[Predictor, Columns]:
         """A linear predictor and its moments."""

@@ -27,7 +27,7 @@ from numpyro_sgp.distributions.traces import (
     scaled_log_prob,
 )
 from numpyro_sgp.distributions.wrappers import unwrap
-from numpyro_sgp.guides.handlers import is_missing_outcome
+from numpyro_sgp.guides.handlers import GivenDeviations, is_missing_outcome
 from numpyro_sgp.losses.joint import JointExpectation
 from numpyro_sgp.losses.rules import Rule, rules_of
 from numpyro_sgp.losses.sampled import check_sampled, integrate_sampled, sampled_site
@@ -211,11 +211,22 @@ class Particle:
         guide = handlers.substitute(handlers.seed(self.guide, key), data={**self.params, **values})
         return handlers.trace(guide).get_trace(*self.args, **self.kwargs)
 
-    def run_model(self, guide_trace: Trace, values: Mapping[str, Array]) -> Trace:
-        replayed = OrderedDict(guide_trace)
+    def run_model(
+        self, guide_trace: Trace, values: Mapping[str, Array], deviations: Mapping[str, Array] | None = None
+    ) -> Trace:
+        """The model at the values of the guide, but for some sites.
+
+        Args:
+            guide_trace: a run of the guide.
+            values: of the sites.
+            deviations: of GP sites from their prior means, for others.
+        """
+        deviations = deviations or {}
+        replayed = OrderedDict((name, site) for name, site in guide_trace.items() if name not in deviations)
         for name, value in values.items():
             replayed[name] = {**guide_trace[name], "value": value}
-        model = handlers.replay(handlers.seed(self.model, self.model_key), cast(Any, replayed))
+        model = handlers.seed(GivenDeviations(self.model, deviations), self.model_key)
+        model = handlers.replay(model, cast(Any, replayed))
         model = handlers.substitute(model, data={**self.params, **_mutable(guide_trace)})
         return handlers.trace(model).get_trace(*self.args, **self.kwargs)
 
@@ -245,7 +256,7 @@ class Particle:
             JointExpectation(
                 run,
                 partial(self.run_model, guide_trace),
-                {name: posteriors[name].prior.prior_mean_of(posteriors[name].batch_shape) for name in run.group.sites},
+                {name: posteriors[name].shape() for name in run.group.sites},
                 lambda trace, name: _latent_term(trace[name], guide_trace[name], analytic),
                 self.loss.num_nodes,
                 self.loss.num_samples,

@@ -268,7 +268,7 @@ def process_posterior(
         kwargs: keyword arguments of the model.
 
     Returns:
-        By site name: `.posterior(X_new)`, given one draw of the hyperparameters.
+        By site name: `.posterior(X_new)`, given one draw of the hyperparameters, and of the latents in a prior mean.
 
     Raises:
         TypeError: a posterior family without inducing variables.

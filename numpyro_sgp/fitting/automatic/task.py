@@ -188,7 +188,7 @@ def effects(task: Task, index: np.ndarray, rng_key: Array) -> Joint:
 
 
 def _added(model: Callable[[], Any]) -> set[str]:
-    """Latents on the real line that the terms depend on where all GP sites are zero."""
+    """Latents on the real line that the terms depend on where all GP sites are zero, or that a prior mean does."""
 
     @jax.jit
     def slopes() -> dict[str, Array]:
@@ -198,8 +198,12 @@ def _added(model: Callable[[], Any]) -> set[str]:
         w = {name: site["value"] for name, site in latents.items() if is_real(site["fn"].support)}
 
         def log_density(w: dict[str, Array]) -> Array:
-            sites = [site for site in again(model, trace, w).values() if site["type"] == "sample"]
-            return sum((jnp.sum(scaled_log_prob(site)) for site in sites if site["is_observed"]), jnp.zeros(()))
+            sites = {name: site for name, site in again(model, trace, w).items() if site["type"] == "sample"}
+            means = [cast(Any, unwrap(sites[name]["fn"])).prior_mean for name in given.priors]
+            terms = [scaled_log_prob(site) for site in sites.values() if site["is_observed"]]
+            # (A trend about the mean of its rows has the sum zero.)
+            terms += [mean * jnp.arange(1.0, 1.0 + mean.shape[-1]) for mean in means]
+            return sum((jnp.sum(term) for term in terms), jnp.zeros(()))
 
         gradients = jax.grad(log_density)({name: value for name, value in w.items() if name not in given.priors})
         return {name: jnp.max(jnp.abs(gradient)) for name, gradient in gradients.items()}

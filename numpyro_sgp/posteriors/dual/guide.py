@@ -31,8 +31,8 @@ class AutoTSVGP(AbstractAutoSparseGP):
             of it, if it is the location of an outcome, and near its prior median otherwise.
         learn_inducing: whether to train the inducing inputs.
         joint: which GP sites and other latents have one joint Gaussian: "auto" for all that meet in a term of the
-            model, False for none, or a tuple of names. Latents that a kernel or a prior mean depends on stay with
-            `base`, and so do those of a guide of your own or of `AutoDelta`.
+            model, False for none, or a tuple of names. Latents that a kernel depends on stay with `base`, and so do
+            those of a guide of your own or of `AutoDelta`.
         init_from: where to start in place of the prior: what `SparseGPRegression.condition` gives with the same
             inducing variables, or a dict of them by site.
         prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.

@@ -51,8 +51,8 @@ class AutoMarkovGP(AbstractAutoSparseGP):
             of it, if it is the location of an outcome, and near its prior median otherwise.
         joint: which other latents have one joint Gaussian with a GP site: "auto" for all that meet it in a term of the
             model, False for none, or a tuple of names. A step smooths once more for each number in them. Latents that a
-            kernel or a prior mean depends on stay with `base`, and so do those of a guide of your own or of
-            `AutoDelta`. Functions that meet in a term are one site, with the sum of their kernels.
+            kernel depends on stay with `base`, and so do those of a guide of your own or of `AutoDelta`. Functions that
+            meet in a term are one site, with the sum of their kernels.
         prefix: of the names of parameters, `{site}_{prefix}_{symbol}`.
 
     Raises:
