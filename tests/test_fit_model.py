@@ -28,7 +28,7 @@ from numpyro_sgp.fitting.automatic.placing import placed, precision_of_rows, une
 from numpyro_sgp.fitting.automatic.profile import Profile
 from numpyro_sgp.fitting.automatic.report import evidence_of
 from numpyro_sgp.fitting.automatic.search import Search, laplace_covariance
-from numpyro_sgp.fitting.automatic.task import Task, effects, few_rows, is_over_time
+from numpyro_sgp.fitting.automatic.task import Task, effects, few_rows, has_latent_inputs, is_over_time
 
 module = sys.modules["numpyro_sgp.fitting.automatic.fit_model"]  # the attribute is the function
 pytestmark = pytest.mark.usefixtures("x64")
@@ -642,13 +642,27 @@ def test_one_function_at_fixed_inputs_whose_rows_have_terms_of_their_own_may_be_
         f = process("f", X)
         numpyro.sample("y", dist.Normal(jnp.diff(f), 1.0).to_event(1), obs=None if y is None else y[1:])
 
+    def task(model):
+        return Task(model, (X, COUNTS), N, sgp.QuadratureELBO(), AutoNormal, "auto", None, None, 10, False, 0, np.inf)
+
     def found(model):
-        task = Task(model, (X, COUNTS), N, sgp.QuadratureELBO(), AutoNormal, "auto", None, None, 10, False, 0, np.inf)
-        return few_rows(task, np.arange(N), KEY)
+        return few_rows(task(model), np.arange(N), KEY)
 
     assert found(regression) > found(standardised) > 0
     models = at_latent_inputs, at_trained_inputs, two, several, changes
     assert [found(model) for model in models] == [0, 0, 0, 0, 0]
+    models = at_latent_inputs, at_trained_inputs, regression
+    assert [has_latent_inputs(task(model), np.arange(N), KEY) for model in models] == [True, False, False]
+    assert not Search(task(at_latent_inputs), np.arange(N), KEY).deterministic
+
+
+def test_latents_too_many_for_their_curvatures_start_with_the_standard_deviation_of_training(monkeypatch):
+    monkeypatch.setattr(search_module, "_MOST_CURVATURES", 1)
+    task = Task(regression, (X, Y), N, sgp.QuadratureELBO(), AutoNormal, False, None, None, 10, False, 0, np.inf)
+    search = Search(task, np.arange(N), KEY)
+    assert search.deterministic
+    assert not search.widen()
+    assert [search.profile.params[name] for name in search.scales] == pytest.approx([0.1, 0.1])
 
 
 @pytest.mark.exhaustive

@@ -18,8 +18,9 @@ from numpyro_sgp.distributions.wrappers import is_real
 from numpyro_sgp.fitting.automatic.needs import Need, inducing_of, needs_of, priors_at
 from numpyro_sgp.fitting.automatic.placing import place, placed, unexplained
 from numpyro_sgp.fitting.automatic.profile import Profile
-from numpyro_sgp.fitting.automatic.task import Task
+from numpyro_sgp.fitting.automatic.task import Task, has_latent_inputs
 from numpyro_sgp.guides.base import packed_index
+from numpyro_sgp.guides.joint_run import INITIAL_SCALE
 from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
 from numpyro_sgp.posteriors.markov.guide import AutoMarkovGP
 
@@ -84,7 +85,9 @@ class Search:
             given = None
         self._begin(task.guide(given) if guide is None else guide, init_params)
         self.enough = task.inducing is not None or not self.inducing
-        self.deterministic = self.profile.is_deterministic(jax.random.fold_in(rng_key, 1))
+        # A number for each row: a mode of latent inputs fits rows one by one, and leads far from their posterior.
+        many = self._num_entries >= self.rows and has_latent_inputs(task, index, rng_key)
+        self.deterministic = not many and self.profile.is_deterministic(jax.random.fold_in(rng_key, 1))
 
     def _begin(self, guide: AutoTSVGP | AutoMarkovGP, init_params: dict[str, Any] | None) -> None:
         self.guide, task = guide, self.task
@@ -285,17 +288,22 @@ class Search:
         return time.perf_counter() + 2 * number * self.profile.seconds > self.task.deadline
 
     @property
+    def _num_entries(self) -> int:
+        """How many numbers the latents outside of the joint posterior have."""
+        values = self.profile.unconstrained
+        return sum(np.size(values[name]) for name in self.scales)
+
+    @property
     def _num_curvatures(self) -> int:
         """How many curvatures `widen` asks for."""
-        values = self.profile.unconstrained
-        number = sum(np.size(values[name]) for name in self.scales)
-        return number if number <= _MOST_CURVATURES else 0
+        return self._num_entries if self._num_entries <= _MOST_CURVATURES else 0
 
     def widen(self) -> bool:
         """Give latents outside of the joint posterior the standard deviations that the curvature of the bound says.
 
         For a Gaussian posterior these are the best ones of independent Gaussians; `covariance` has those of a joint
-        one. False where there are too many, or where the bound is far lower with them than a Gaussian posterior's.
+        one. False where there are too many, which get the same one, or where the bound is far lower with them than a
+        Gaussian posterior's.
         """
         if self._is_gaussian is None:
             self._is_gaussian = self._widened()
@@ -305,6 +313,8 @@ class Search:
         if not self.scales:
             return True
         if not self._num_curvatures:
+            values, scale = self.profile.unconstrained, self._unconstrained_scale(jnp.asarray(INITIAL_SCALE))
+            self.profile.move({name: jnp.full_like(values[name], scale) for name in self.scales})
             return False
         values, names = self.profile.unconstrained, self._of_scales
         curvature = self.profile.curvature(names)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 import dataclasses
 import time
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 import warnings
 
 import jax
@@ -111,8 +111,35 @@ def few_rows(task: Task, index: np.ndarray, rng_key: Array) -> int:
     It takes one function at inputs that do not change, of which each row sees its own value. It is decided by tracing a
     step; nothing is computed.
     """
-    args, kwargs = task.args(index), task.keywords(len(index))
+    if not _has_sites_in_rows(task, index, rng_key):
+        return 0
+    of_latents, of_params, outcomes = _inputs(task, index, rng_key)
+    if of_latents or of_params:
+        return 0
+    return _FEW_GAUSSIAN if all(isinstance(fn, dist.Normal) for fn in outcomes) else _FEW
 
+
+def has_latent_inputs(task: Task, index: np.ndarray, rng_key: Array) -> bool:
+    """Whether the inputs of a GP site depend on latents, as in a GPLVM. It is decided by tracing the model."""
+    return _inputs(task, index, rng_key).of_latents
+
+
+class _Inputs(NamedTuple):
+    """Of all GP sites.
+
+    Attributes:
+        of_latents: whether they depend on draws of latents.
+        of_params: whether they depend on parameters of the model.
+        outcomes: distributions of the observed sites.
+    """
+
+    of_latents: bool
+    of_params: bool
+    outcomes: list[Any]
+
+
+def _inputs(task: Task, index: np.ndarray, rng_key: Array) -> _Inputs:
+    args, kwargs = task.args(index), task.keywords(len(index))
     outcomes: list[Any] = []
 
     def run(key: Array, params: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
@@ -124,14 +151,14 @@ def few_rows(task: Task, index: np.ndarray, rng_key: Array) -> int:
         declared = {name: site["value"] for name, site in trace.items() if site["type"] == "param"}
         return declared, [prior.X for prior in given.priors.values()]
 
-    if not _has_sites_in_rows(task, index, rng_key):
-        return 0
     params, _ = jax.eval_shape(lambda key: run(key, {}), rng_key)
     program = jax.make_jaxpr(lambda *free: run(*free)[1])(rng_key, params).jaxpr
-    moves = interpret(program, [True] * len(program.invars), lambda _: False, lambda _, operands: any(operands))
-    if any(moves):
-        return 0
-    return _FEW_GAUSSIAN if all(isinstance(fn, dist.Normal) for fn in outcomes) else _FEW
+
+    def move(of_key: bool) -> bool:
+        free = [(number == 0) == of_key for number in range(len(program.invars))]
+        return any(interpret(program, free, lambda _: False, lambda _, operands: any(operands)))
+
+    return _Inputs(move(True), move(False), outcomes)
 
 
 def _has_sites_in_rows(
