@@ -233,7 +233,7 @@ def test_masked_outcomes_say_nothing():
     assert_allclose(q.variance, np.diag(S), atol=1e-9)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_draws_have_the_posterior_covariance():
     guide = sgp.AutoMarkovGP(model, base=AutoDelta)
     params = trained(guide, model, TIMES, COUNTS).params

@@ -194,7 +194,7 @@ def bound_of_states(lengthscale, W, tight=False):
 
 
 @pytest.mark.parametrize(
-    "covariates", [None, pytest.param(W, marks=pytest.mark.thorough)], ids=["f alone", "with effects"]
+    "covariates", [None, pytest.param(W, marks=pytest.mark.exhaustive)], ids=["f alone", "with effects"]
 )
 def test_one_step_is_the_best_posterior_of_the_states_for_gaussian_noise(covariates):
     args = (TIMES, covariates, Y)

@@ -66,7 +66,7 @@ def as_an_event(measured, y):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("model", [in_a_plate, pytest.param(as_an_event, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("model", [in_a_plate, pytest.param(as_an_event, marks=pytest.mark.exhaustive)])
 def test_inputs_measured_with_error_start_there_and_are_known_better_after_training(model):
     guide = sgp.AutoTSVGP(model, Z)
     svi = SVI(model, guide, sgp.NaturalGradient(0.5, optax.adam(1e-2)), sgp.QuadratureELBO())

@@ -414,7 +414,7 @@ def test_a_posterior_at_which_the_loss_is_not_finite_is_made_of_the_sums_by_shor
     assert losses[0] - ends[1] > 100.0
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_several_natural_steps_of_two_posteriors_that_are_held_lead_where_those_of_one_do():
     def model(X, y=None):
         f = numpyro.sample("f", sgp.GaussianProcess(KERNELS["hilbert"](A, B), X))
