@@ -233,6 +233,26 @@ def test_a_posterior_that_is_no_gaussian_is_not_taken_for_one():
         assert search.profile._step._cache_size() == 1
 
 
+def test_correlations_along_a_ridge_of_the_bound_are_left_out():
+    def mixtures(X, y=None):
+        with numpyro.plate("latents", 2):
+            f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(1.0), X))
+        W = numpyro.sample("W", dist.Normal(0.0, 1.0).expand([3, 2]).to_event(2))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal((W @ f).T, 0.6).to_event(1), obs=y)
+
+    # A rotation of the latents is one of W, but q(f) does not turn with it.
+    waves = np.stack([np.sin(2.0 * X[:, 0]), np.cos(1.3 * X[:, 0])], axis=1)
+    several = waves @ [[1.0, 0.5, 1.0], [0.3, -1.0, 0.8]] + 0.6 * np.random.default_rng(0).normal(size=(N, 3))
+    loss = sgp.QuadratureELBO(num_nodes=3)
+    for model, y, is_correlated in ((regression, Y, True), (mixtures, several, False)):
+        task = Task(model, (X, y), N, loss, AutoNormal, False, None, None, 10, False, 0, np.inf)
+        search = Search(task, np.arange(N), KEY)
+        search.run()
+        assert search.widen()
+        assert (search.covariance is not None) == is_correlated
+
+
 @pytest.mark.thorough
 def test_far_outcomes_and_a_curvature_between_slow_steps():
     def noisy(X, y=None):

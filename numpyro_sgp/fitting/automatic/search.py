@@ -302,8 +302,8 @@ class Search:
         """Give latents outside of the joint posterior the standard deviations that the curvature of the bound says.
 
         For a Gaussian posterior these are the best ones of independent Gaussians; `covariance` has those of a joint
-        one. False where there are too many, which get the same one, or where the bound is far lower with them than a
-        Gaussian posterior's.
+        one, unless the bound is far lower there than a Gaussian posterior's. False where the bound is so with these,
+        and where they are too many, which get the same one.
         """
         if self._is_gaussian is None:
             self._is_gaussian = self._widened()
@@ -324,22 +324,30 @@ class Search:
         sd = np.where(h > _FLAT, 1.0 / np.sqrt(np.maximum(h, _FLAT)), 0.5)
         flat, unravel = ravel_pytree([values[name] for name in names])
         widths = [self._unconstrained_scale(each) for each in unravel(jnp.asarray(sd, flat.dtype))]
-        is_gaussian = self._excess(curvature, sd) < max(_MOST_EXCESS, _MOST_EXCESS_EACH * len(sd))
+        most = max(_MOST_EXCESS, _MOST_EXCESS_EACH * len(sd))
+        is_gaussian = self._excess(curvature, np.diag(sd)) < most
+        # Along a ridge, as that of a factor of f and the variance of f, q(f) does not follow.
+        if self.covariance is not None and not self._excess(curvature, np.linalg.cholesky(self.covariance)) < most:
+            self.covariance = None
         self.profile.move(dict(zip(self.scales, widths, strict=True)))
         return is_gaussian
 
-    def _excess(self, curvature: np.ndarray, sd: np.ndarray) -> float:
+    def _excess(self, curvature: np.ndarray, root: np.ndarray) -> float:
         """How much more the bound falls within standard deviations of the latents than its curvature says, in nats.
 
         The sites stay as they are there. For a Gaussian it is zero: the signs of deviations do not matter.
+
+        Args:
+            curvature: of the bound.
+            root: of the covariance of the latents.
         """
         names, rng = self._of_scales, np.random.default_rng(0)
         flat, unravel = ravel_pytree([self.profile.unconstrained[name] for name in names])
         at_mode, found = self.profile.value_beside({}), []
-        for signs in rng.choice([-1.0, 1.0], (_CHECKS, len(sd))):
-            both = []
-            for x in (signs * sd, -signs * sd):
-                moved = unravel(flat + jnp.asarray(x, flat.dtype))
+        for signs in rng.choice([-1.0, 1.0], (_CHECKS, len(root))):
+            x, both = root @ signs, []
+            for each in (x, -x):
+                moved = unravel(flat + jnp.asarray(each, flat.dtype))
                 both.append(self.profile.value_beside(dict(zip(names, moved, strict=True))))
             found.append(np.mean(both) - at_mode - 0.5 * x @ curvature @ x)
         return float(np.mean(found))
