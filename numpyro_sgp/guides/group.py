@@ -61,7 +61,7 @@ class Group:
 def program_of(model: Callable[[], Any], trace: Trace, gps: list[str], latents: list[str]) -> Program:
     """Terms ("term"), priors ("prior") and kernels and means of GP sites ("gp") as functions of f and w.
 
-    With f less its prior mean.
+    The inputs f are values less the prior mean.
     """
     transforms = transforms_of(trace, latents)
     start = {name: jnp.asarray(trace[name]["value"]) for name in gps}
