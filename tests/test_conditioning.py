@@ -498,7 +498,7 @@ def test_all_members_of_a_joint_posterior_are_conditioned_together(name, elimina
     assert_same(summary(guide, remove(both, *rows[0])), dense_joint(GROUPED, HALVES[1]))
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @eliminated_by_default
 def test_joint_sites_at_inducing_inputs_that_have_moved_are_projected_before_rows_are_added(eliminated):
     guide = sgp.AutoTSVGP(grouped, Z, learn_inducing=True)

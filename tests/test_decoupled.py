@@ -584,6 +584,7 @@ def test_float32_stays_float32(kind, natural):
     assert_allclose(loss_at(result.params, model, guide, X32, y32, loss=LOOSE), -bound, rtol=2e-5)
 
 
+@pytest.mark.thorough
 def test_trained_bases_have_the_gradient_of_the_dense_bound():
     model, guide, y, params = set_up("orthogonal", False, "student_t", learn_inducing=True)
     rng = np.random.default_rng(4)

@@ -233,6 +233,7 @@ def test_a_posterior_that_is_no_gaussian_is_not_taken_for_one():
         assert search.profile._step._cache_size() == 1
 
 
+@pytest.mark.thorough
 def test_correlations_along_a_ridge_of_the_bound_are_left_out():
     def mixtures(X, y=None):
         with numpyro.plate("latents", 2):

@@ -163,7 +163,16 @@ OF_ROWS = {
 }
 
 
-@pytest.mark.parametrize("form", [*FORMS, "dense", "markov", pytest.param("vecchia", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "tied",
+        pytest.param("natural", marks=pytest.mark.thorough),
+        "dense",
+        pytest.param("markov", marks=pytest.mark.thorough),
+        pytest.param("vecchia", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_latents_of_a_prior_mean_are_exact(form):
     guides = [(FORMS | OF_ROWS)[form](partial(in_mean, mean), X) for mean in (True, False)]
     _, result = fitted(guides[0].model, guides[0], 2)
@@ -197,6 +206,7 @@ def test_latents_of_a_prior_mean_beside_a_grid():
     np.testing.assert_allclose((np.cov(draws.T) - q.covariance()) / np.outer(sd, sd), 0.0, atol=0.05)
 
 
+@pytest.mark.thorough
 def test_a_prior_mean_that_is_not_linear_in_latents():
     def model(mean, y=COUNTS):
         a, rate = numpyro.sample("a", dist.Normal(1.0, 1.0)), numpyro.sample("rate", dist.LogNormal(-1.0, 0.5))
@@ -215,17 +225,19 @@ def test_a_prior_mean_that_is_not_linear_in_latents():
     np.testing.assert_allclose(draws[0]["f"], draws[1]["f"] + curves, rtol=1e-10)
 
 
-@each_form
-def test_processes_and_functions_with_latents_in_the_prior_mean(form):
-    def model(X=X, y=REALS):
-        a, b = numpyro.sample("a", dist.Normal(1.0, 3.0)), numpyro.sample("b", dist.Normal(0.0, 1.0))
-        mean = jax.tree_util.Partial(lambda a, b, x: a + b * x[:, 0], a, b)
-        f = numpyro.sample("f", gp(SE(1.0), X, mean=mean))
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
+def with_trend(X=X, y=REALS):
+    a, b = numpyro.sample("a", dist.Normal(1.0, 3.0)), numpyro.sample("b", dist.Normal(0.0, 1.0))
+    mean = jax.tree_util.Partial(lambda a, b, x: a + b * x[:, 0], a, b)
+    f = numpyro.sample("f", gp(SE(1.0), X, mean=mean))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
 
-    guide = FORMS[form](model, Z)
-    _, result = fitted(model, guide, 2)
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("form", ["tied", pytest.param("natural", marks=pytest.mark.exhaustive)])
+def test_processes_and_functions_with_latents_in_the_prior_mean(form):
+    guide = FORMS[form](with_trend, Z)
+    _, result = fitted(with_trend, guide, 2)
     new = np.linspace(-1.0, 7.0, 9)[:, None]
     q = guide.posterior(jax.random.key(1), result.params, new, None)["f"]
     keys = jax.random.split(jax.random.key(2), 4000)
@@ -242,8 +254,14 @@ def test_processes_and_functions_with_latents_in_the_prior_mean(form):
     np.testing.assert_allclose((functions.mean(0) - q.mean) / np.sqrt(q.variance), 0.0, atol=0.08)
     np.testing.assert_allclose(functions.std(0), np.sqrt(q.variance), rtol=0.08)
     stock = TraceMeanField_ELBO(num_particles=2000)
-    losses = [each.loss(jax.random.key(4), result.params, model, guide) for each in (sgp.QuadratureELBO(), stock)]
+    losses = [each.loss(jax.random.key(4), result.params, with_trend, guide) for each in (sgp.QuadratureELBO(), stock)]
     np.testing.assert_allclose(losses[0], losses[1], atol=1.0)
+
+
+@pytest.mark.thorough
+def test_rows_that_come_later_move_a_prior_mean_and_leave_again():
+    guide = sgp.AutoTSVGP(with_trend, Z)
+    _, result = fitted(with_trend, guide, 2)
     before = guide.posterior(jax.random.key(1), result.params)["f"]
     more = guide.condition(result.params, X[:3], before.mean[:3] + 0.5)
     assert np.all(guide.posterior(jax.random.key(1), more)["f"].mean[:3] > before.mean[:3])
@@ -251,6 +269,7 @@ def test_processes_and_functions_with_latents_in_the_prior_mean(form):
     np.testing.assert_allclose(guide.posterior(jax.random.key(1), less)["f"].mean, before.mean, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_effects_of_groups_in_a_prior_mean():
     group = np.arange(N) % 70
 

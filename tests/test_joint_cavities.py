@@ -102,7 +102,7 @@ def exact(C, residual):
     return stats.norm.logpdf(variance * (inverse @ residual), 0.0, np.sqrt(variance))
 
 
-@pytest.mark.parametrize("form", ["eliminated", pytest.param("dense block", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("form", ["eliminated", pytest.param("dense block", marks=pytest.mark.exhaustive)])
 @pytest.mark.thorough
 def test_sums_of_gps_and_effects_have_the_densities_of_dense_algebra(form, monkeypatch):
     if form == "dense block":

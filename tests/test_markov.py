@@ -321,7 +321,7 @@ def test_diagnostics_and_arviz_take_it():
     ("kernel", "mean_interval", "outcome", "units", "relative", "parallel"),
     [
         (Matern52(1.5) + Constant(1.0), 1e-3, 1e4, 50.0, 0.05, False),
-        pytest.param(Matern52(1.5) + Constant(1.0), 1e-3, 1e4, 50.0, 0.05, True, marks=pytest.mark.thorough),
+        pytest.param(Matern52(1.5) + Constant(1.0), 1e-3, 1e4, 50.0, 0.05, True, marks=pytest.mark.exhaustive),
         pytest.param(Matern32(0.3) + Constant(1.0), 3e-2, 1e6, 15.0, 0.2, False, marks=pytest.mark.thorough),
         pytest.param(Matern32(0.3) + Matern52(2.0), 1e-3, 1e4, 50.0, 0.005, False, marks=pytest.mark.exhaustive),
         # 14 numbers, all but dependent over a thousandth of a period.

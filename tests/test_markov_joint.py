@@ -270,10 +270,8 @@ def assert_same(one, other, atol):
         assert_allclose(value, other[name], atol=atol, err_msg=name)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "kind", [sgp.AutoMarkovGP, pytest.param(dense, marks=pytest.mark.exhaustive)], ids=["time", "dense"]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", [sgp.AutoMarkovGP, dense], ids=["time", "dense"])
 def test_rows_that_come_later_end_at_the_posterior_of_all_rows_for_gaussian_noise(kind):
     y, guide, options = RNG.normal(size=N) + 0.7 + W @ [0.5, -1.0], kind(gaussian), {"num_steps": 2, "step_size": 1.0}
     _, whole = trained(guide, gaussian, y, **options)

@@ -198,7 +198,7 @@ def test_effects_of_groups_are_carried_with_the_past(fewest, monkeypatch):
             np.testing.assert_allclose(found[name], value, atol=1e-8)
 
 
-@pytest.mark.parametrize("model", [fixed, pytest.param(effects, marks=pytest.mark.thorough)], ids=["alone", "joint"])
+@pytest.mark.parametrize("model", [fixed, pytest.param(effects, marks=pytest.mark.exhaustive)], ids=["alone", "joint"])
 def test_inducing_inputs_that_are_added_leave_the_posterior_as_it_was(model):
     args = (X, y) if model is fixed else (X, GROUP, y)
     svi = svi_of(model, base=AutoNormal)

@@ -253,7 +253,7 @@ def test_it_is_between_the_looser_bound_and_the_evidence(seed):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("joint", [False, pytest.param("auto", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("joint", [False, pytest.param("auto", marks=pytest.mark.exhaustive)])
 def test_natural_steps_are_the_same_and_gradients_are_those_of_the_value(joint):
     def model(X):
         lengthscale = numpyro.param("lengthscale", 0.8)

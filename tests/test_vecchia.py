@@ -204,7 +204,7 @@ def test_new_outcomes_beside_joint_latents_are_refused():
         guide.condition(params, NEW, COUNTS[: len(NEW)])
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_latents_beside_f_have_the_joint_posterior_of_inducing_inputs_in_all_rows():
     keep = np.arange(N) != 3  # which is where another is
     found = []

@@ -55,7 +55,7 @@ class JointExpectation:
         run: the joint Gaussian in a run of the guide.
         model_at: the run of the model at values of latents and deviations of GP sites from their prior means.
         model_trace: a run of the model.
-        shapes: of the GP sites at the model's inputs, (..., N).
+        zeros: by GP site, of the shape and dtype of f at the model's inputs, (..., N).
         latent_term: log p − log q of a latent that is no member, of a run of the model.
         num_nodes: Gauss-Hermite nodes of one linear predictor.
         num_samples: draws where quadrature does not apply.
@@ -69,7 +69,7 @@ class JointExpectation:
         self,
         run: AbstractJointRun,
         model_at: Callable[[Mapping[str, Array], Mapping[str, Array]], Trace],
-        shapes: Mapping[str, tuple[int, ...]],
+        zeros: Mapping[str, Array],
         latent_term: Callable[[Trace, str], Array],
         num_nodes: int,
         num_samples: int,
@@ -100,7 +100,6 @@ class JointExpectation:
                         result.update(zip(_parts_of(name), gaussian, strict=True))
             return {name: jnp.asarray(value) for name, value in result.items()}
 
-        zeros = {name: jnp.zeros(shape, run.dtype) for name, shape in shapes.items()}
         start = {**zeros, **run.unflattened(run.gaussian.offset), **no_effects(run)}
         self.program: Program = traced(terms, start)
         self.terms = Terms(run, self.program)

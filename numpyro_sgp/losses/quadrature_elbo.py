@@ -256,7 +256,11 @@ class Particle:
             JointExpectation(
                 run,
                 partial(self.run_model, guide_trace),
-                {name: posteriors[name].shape() for name in run.group.sites},
+                {
+                    name: jnp.zeros(q.shape(), q.prior.X.dtype)
+                    for name, q in posteriors.items()
+                    if name in run.group.sites
+                },
                 lambda trace, name: _latent_term(trace[name], guide_trace[name], analytic),
                 self.loss.num_nodes,
                 self.loss.num_samples,
