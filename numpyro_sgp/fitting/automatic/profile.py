@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import SVI
 import optax
-import scipy.optimize
 
 from numpyro_sgp.optim import NaturalGradient
 
@@ -214,6 +213,8 @@ class Profile:
             max_iterations: of L-BFGS.
             is_over: asked after each iteration whether to stop.
         """
+        import scipy.optimize  # a fifth of a second, which `import numpyro_sgp` need not take
+
         names = self.others - set(fixed)
         moving = {name: value for name, value in self.unconstrained.items() if name in names}
         start, unravel = ravel_pytree(moving)
