@@ -213,7 +213,7 @@ class Profile:
             max_iterations: of L-BFGS.
             is_over: asked after each iteration whether to stop.
         """
-        import scipy.optimize  # a fifth of a second, which `import numpyro_sgp` need not take
+        import scipy.optimize  # slow to import, and for nothing else
 
         names = self.others - set(fixed)
         moving = {name: value for name, value in self.unconstrained.items() if name in names}
