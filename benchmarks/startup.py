@@ -2,8 +2,9 @@
 
 Each repetition is a fresh process without a compile cache, on all cores that it is allowed; the smallest wall time of
 each part counts, with the processor time of the same process beside it. `svi.init` is called as it is, and in other
-processes as one program, by `jax.jit`. Programs are those given to XLA, traces the runs of the model to find out what
-it computes. `--sgp-path` times another source tree of the package, to compare two versions.
+processes as one program, by `jax.jit`. Others fit the same model in NumPyro alone: f by the Cholesky root of its
+covariance at all years, `AutoNormal`, `Trace_ELBO` and Adam. Programs are those given to XLA, traces the runs of the
+model to find out what it computes. `--sgp-path` times another source tree of the package, to compare two versions.
 
     python benchmarks/startup.py [--repeats 3] [--output results]
 """
@@ -17,6 +18,7 @@ import sys
 import time
 
 QUICKSTART = Path(__file__).resolve().parent.parent / "examples" / "quickstart.py"
+KINDS = ("eager", "compiled", "numpyro")
 
 
 class Laps:
@@ -35,8 +37,24 @@ class Laps:
         self.start()
 
 
-def child(num_steps: int, compiled: bool) -> None:
-    """One fit; prints JSON."""
+def dense_model(X, y=None):
+    """That of the quickstart in NumPyro alone."""
+    import jax.numpy as jnp
+    import numpyro
+    import numpyro.distributions as dist
+
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(jnp.log(20.0), 0.5))
+    variance = numpyro.sample("variance", dist.LogNormal(0.0, 0.5))
+    r = jnp.sqrt(5.0) * jnp.abs(X - X.T) / lengthscale
+    K = variance * (1.0 + r + r**2 / 3.0) * jnp.exp(-r) + 1.0
+    v = numpyro.sample("v", dist.Normal().expand([len(X)]).to_event(1))
+    f = jnp.linalg.cholesky(K + 1e-5 * jnp.eye(len(X))) @ v
+    with numpyro.plate("years", len(X)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
+
+
+def child(num_steps: int, kind: str) -> None:
+    """One fit, by `svi.init` as it is, as one program ("compiled"), or in NumPyro alone ("numpyro"); prints JSON."""
     laps = Laps()
     import numpyro  # noqa: F401
     import optax
@@ -49,7 +67,8 @@ def child(num_steps: int, compiled: bool) -> None:
 
     import jax
     import numpy as np
-    from numpyro.infer import SVI
+    from numpyro.infer import SVI, Trace_ELBO
+    from numpyro.infer.autoguide import AutoNormal
 
     # ArviZ and matplotlib, which the example imports, are no part of a fit.
     specification = importlib.util.spec_from_file_location("quickstart", QUICKSTART)
@@ -65,7 +84,7 @@ def child(num_steps: int, compiled: bool) -> None:
 
     def model(X, y=None):
         counts["traces"] += 1
-        quickstart.model(X, y)
+        (dense_model if kind == "numpyro" else quickstart.model)(X, y)
 
     def taken() -> dict[str, int]:
         now = dict(counts)
@@ -75,12 +94,15 @@ def child(num_steps: int, compiled: bool) -> None:
     X, y = quickstart.yearly_counts()
     Z = np.linspace(X.min(), X.max(), 25)[:, None]
     laps.start()
-    guide = sgp.AutoTSVGP(model, inducing=Z)
-    optim = sgp.NaturalGradient(step_size=0.5, others=optax.adam(1e-2))
-    svi = SVI(model, guide, optim, sgp.QuadratureELBO())
-    init = jax.jit(svi.init) if compiled else svi.init
+    if kind == "numpyro":
+        svi = SVI(model, AutoNormal(model), optax.adam(1e-2), Trace_ELBO())
+    else:
+        guide = sgp.AutoTSVGP(model, inducing=Z)
+        optim = sgp.NaturalGradient(step_size=0.5, others=optax.adam(1e-2))
+        svi = SVI(model, guide, optim, sgp.QuadratureELBO())
+    init = jax.jit(svi.init) if kind == "compiled" else svi.init
     state = init(jax.random.key(0), X, y)
-    laps.note("jax.jit(svi.init)" if compiled else "svi.init", **taken())
+    laps.note("jax.jit(svi.init)" if kind == "compiled" else "svi.init", **taken())
     traced = jax.jit(svi.update).trace(state, X, y)
     laps.note("step: trace", **taken())
     lowered = traced.lower()
@@ -92,13 +114,15 @@ def child(num_steps: int, compiled: bool) -> None:
     laps.note("step: run")
     parts = [name for name in laps.parts if not name.startswith("import")]
     first = {key: sum(laps.parts[name][key] for name in parts) for key in ("wall", "cpu")}
-    laps.parts["first step in all, with jax.jit(svi.init)" if compiled else "first step in all"] = first
-    if not compiled:
+    laps.parts["first step in all, with jax.jit(svi.init)" if kind == "compiled" else "first step in all"] = first
+    if kind == "eager":
         # As a user calls it, in the same process: `init` finds its small programs compiled, the loop does not.
         laps.start()
         result = svi.run(jax.random.key(0), num_steps, X, y, progress_bar=False)
         jax.block_until_ready(result.losses)
         laps.note(f"svi.run of {num_steps} steps, after that")
+    if kind == "numpyro":
+        laps.parts = {f"NumPyro alone: {name}": values for name, values in laps.parts.items()}
     print(json.dumps(laps.parts))
 
 
@@ -112,11 +136,11 @@ def main(arguments: argparse.Namespace) -> None:
         environment = {key: value for key, value in environment.items() if "COMPILATION_CACHE" not in key}
     if arguments.sgp_path:
         environment["PYTHONPATH"] = str(arguments.sgp_path)
-    command = [sys.executable, __file__, "--child", "--steps", str(num_steps)]
+    command = [sys.executable, __file__, "--steps", str(num_steps), "--child"]
     found: dict[str, list] = {}
     for _ in range(repeats):
-        for compiled in ([], ["--compiled"]):
-            result = subprocess.run(command + compiled, capture_output=True, text=True, env=environment, check=False)
+        for kind in KINDS:
+            result = subprocess.run([*command, kind], capture_output=True, text=True, env=environment, check=False)
             if result.returncode:
                 raise RuntimeError(f"a fit failed:\n{result.stderr}")
             for part, values in json.loads(result.stdout.splitlines()[-1]).items():
@@ -124,7 +148,7 @@ def main(arguments: argparse.Namespace) -> None:
     smallest = {part: min(values, key=lambda values: values["wall"]) for part, values in found.items()}
     for part, values in smallest.items():
         counts = "".join(f"  {values[key]:4d} {key}" for key in ("programs", "traces") if values.get(key))
-        print(f"{part:46s} {values['wall']:6.2f} s wall {values['cpu']:6.2f} s CPU{counts}")
+        print(f"{part:56s} {values['wall']:6.2f} s wall {values['cpu']:6.2f} s CPU{counts}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     settings = {"repeats": repeats, "cores": cores, "load": os.getloadavg()[0]}
     report("startup", {**settings, "parts": smallest}, arguments.output)
@@ -136,11 +160,10 @@ if __name__ == "__main__":
     parser.add_argument("--sgp-path", type=Path, help="a source tree to import numpyro_sgp from")
     parser.add_argument("--reduced", action="store_true")
     parser.add_argument("--output", type=Path, help="folder for the result as JSON")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child(options.steps, options.compiled)
+        child(options.steps, options.child)
     else:
         main(options)

@@ -542,18 +542,119 @@ def test_bounds_of_the_evidence_are_those_of_the_regression_in_the_model_and_non
     assert bounds(lambda f: dist.StudentT(3.0, f, scales)) is None
 
 
-def test_factors_of_a_process_and_limited_latents_are_not_joint_and_what_is_added_is():
+def sampled(name, prior):
+    return numpyro.sample(name, prior)
+
+
+def process(name="f", **kwargs):
+    return numpyro.sample(name, sgp.GaussianProcess(sgp.kernels.SquaredExponential(1.0), X, **kwargs))
+
+
+def trend_and_factor():
+    weight, slope = sampled("weight", dist.Normal()), sampled("slope", dist.Normal())
+    noise, level = sampled("noise", dist.HalfNormal()), sampled("level", dist.Normal())
+    return dist.Normal(weight * process(mean=level) + slope * X[:, 0], noise), Y
+
+
+def effects_about_a_mean():
+    top, spread = sampled("top", dist.Normal()), sampled("spread", dist.HalfNormal())
+    middle = sampled("middle", dist.Normal(top, 1.0))
+    with numpyro.plate("groups", 4):
+        effect = sampled("effect", dist.Normal(middle, spread))
+    return dist.Poisson(jnp.exp(process() + effect[GROUP])), COUNTS
+
+
+def wide_priors():
+    # Draws of them overflow in the exponential.
+    level, slope = sampled("level", dist.Normal(0.0, 1000.0)), sampled("slope", dist.Normal(0.0, 100.0))
+    return dist.Poisson(jnp.exp(process() + level + slope * (50.0 + X[:, 0]))), COUNTS
+
+
+def bounded_level_and_noise_process():
+    level = sampled("level", dist.Uniform(-1.0, 1.0))
+    return dist.Normal(process() + level, jnp.exp(process("g"))), Y
+
+
+def positive_curve_and_inflation():
+    top, half, gate = (sampled(name, dist.LogNormal()) for name in ("top", "half", "gate"))
+    curve = top * (X[:, 0] + 2.0) / (half + X[:, 0] + 2.0)
+    return dist.ZeroInflatedPoisson(gate / (1.0 + gate), jnp.exp(process() + curve)), COUNTS
+
+
+def cut_points():
+    ordered = dist.TransformedDistribution(dist.Normal().expand([3]), dist.transforms.OrderedTransform())
+    return dist.OrderedLogistic(process(), sampled("cuts", ordered)), np.minimum(COUNTS, 3).astype(int)
+
+
+def scales():
+    amplitude, scale = sampled("amplitude", dist.HalfNormal()), sampled("scale", dist.HalfNormal())
+    effect = sampled("effect", dist.Normal().expand([4]).to_event(1))
+    return dist.NegativeBinomial2(jnp.exp(amplitude * process() + scale * effect[GROUP]), amplitude + 1.0), COUNTS
+
+
+@pytest.mark.parametrize(
+    ("terms", "joint"),
+    [
+        pytest.param(trend_and_factor, {"f", "slope", "level"}, marks=pytest.mark.thorough),
+        (effects_about_a_mean, {"f", "effect", "middle", "top"}),
+        (wide_priors, {"f", "level", "slope"}),
+        (bounded_level_and_noise_process, {"f", "g", "level"}),
+        pytest.param(positive_curve_and_inflation, {"f", "top", "half"}, marks=pytest.mark.thorough),
+        (cut_points, {"f", "cuts"}),
+        (scales, {"f", "effect"}),
+    ],
+)
+def test_what_is_added_to_a_process_is_joint_and_factors_and_scales_are_not(terms, joint):
     def model(X, y=None):
-        weight = numpyro.sample("weight", dist.Normal())
-        slope = numpyro.sample("slope", dist.Normal())
-        noise = numpyro.sample("noise", dist.HalfNormal())
-        level = numpyro.sample("level", dist.Normal())
-        f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(1.0), X, mean=level))
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Normal(weight * f + slope * X[:, 0], noise), obs=y)
+        likelihood, outcomes = terms()
+        numpyro.sample("y", likelihood, obs=outcomes)
 
     task = Task(model, (X, Y), N, sgp.QuadratureELBO(), AutoNormal, "auto", None, None, 10, False, 0, np.inf)
-    assert set(effects(task, np.arange(N), KEY)) == {"f", "slope", "level"}
+    assert set(effects(task, np.arange(N), KEY)) == joint
+
+
+@pytest.mark.thorough
+def test_effects_about_an_unknown_mean_have_the_exact_posterior():
+    def model(X, group, y=None):
+        middle = numpyro.sample("middle", dist.Normal())
+        with numpyro.plate("groups", 4):
+            effect = numpyro.sample("effect", dist.Normal(middle, 0.7))
+        f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(0.5), X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f + effect[group], 0.3), obs=y)
+
+    result = sgp.fit(model, KEY, (X, GROUP, Y))
+    draws = result.guide.sample_posterior(KEY, result.params, X, GROUP, sample_shape=(20_000,))
+    # Of (middle, effects, f), and of the outcomes, before them.
+    prior = np.zeros((5 + N, 5 + N))
+    prior[:5, :5], prior[5:, 5:] = 1.0, oracles.se(X, X, 0.5)
+    prior[1:5, 1:5] += 0.49 * np.eye(4)
+    H = np.concatenate([np.zeros((N, 1)), np.eye(4)[GROUP], np.eye(N)], axis=1)
+    gain = prior @ H.T @ np.linalg.inv(H @ prior @ H.T + 0.09 * np.eye(N))
+    mean, sd = gain @ Y, np.sqrt(np.diag(prior - gain @ H @ prior))
+    found = np.concatenate([draws["middle"][:, None], draws["effect"], draws["f"]], axis=1)
+    assert_allclose(found.mean(axis=0), mean, atol=4.0 * np.max(sd) / np.sqrt(20_000))
+    assert_allclose(found.std(axis=0), sd, rtol=0.03)
+
+
+@pytest.mark.thorough
+def test_a_bounded_level_has_nearly_the_exact_posterior():
+    def model(X, y=None):
+        level = numpyro.sample("level", dist.Uniform(-3.0, 3.0))
+        f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(0.5), X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(level + f, 0.3), obs=y)
+
+    result = sgp.fit(model, KEY, (X, Y))
+    draws = result.guide.sample_posterior(KEY, result.params, X, sample_shape=(4000,))
+    levels, covariance = np.linspace(-3.0, 3.0, 999), oracles.se(X, X, 0.5) + 0.09 * np.eye(N)
+    density = [oracles.gaussian_log_density(Y, np.full(N, level), covariance) for level in levels]
+    weights = np.exp(density - np.max(density)) / np.sum(np.exp(density - np.max(density)))
+    mean = weights @ levels
+    sd = np.sqrt(weights @ (levels - mean) ** 2)
+    assert abs(np.mean(draws["level"]) - mean) < 0.2 * sd
+    # A Gaussian of the unbounded value is somewhat narrower. Apart from f it would have a tenth.
+    assert 0.75 * sd < np.std(draws["level"]) < 1.1 * sd
 
 
 @pytest.mark.thorough

@@ -19,12 +19,12 @@ import optax
 from numpyro_sgp._internal.programs import interpret
 from numpyro_sgp._internal.signatures import with_num_data
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
-from numpyro_sgp.distributions.traces import scaled_log_prob
-from numpyro_sgp.distributions.wrappers import is_real, unwrap
+from numpyro_sgp.distributions.wrappers import unwrap
+from numpyro_sgp.fitting.automatic.added import added_latents
 from numpyro_sgp.fitting.program import Arguments
 from numpyro_sgp.guides.handlers import GivenGaussianProcesses
 from numpyro_sgp.guides.members import Joint
-from numpyro_sgp.guides.model_runs import again, first_run
+from numpyro_sgp.guides.model_runs import first_run
 from numpyro_sgp.losses.quadrature_elbo import QuadratureELBO
 from numpyro_sgp.optim import NaturalGradient
 from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
@@ -197,7 +197,8 @@ def effects(task: Task, index: np.ndarray, rng_key: Array) -> Joint:
     """GP sites that are joint in "auto" with each other, or with latents that are added to them, and these latents.
 
     Given the others the bound has a closed form for Gaussian noise, and its curvature says how sure they are. Those are
-    latents of restricted support, such as noise scales, and factors of a GP site, which start at a saddle if joint.
+    latents of restricted support that do more than move f, such as noise scales, and factors of a GP site, which start
+    at a saddle if joint.
     """
     args, kwargs = task.args(index), task.keywords(len(index))
     guide = task.guide(_first_row)
@@ -206,36 +207,13 @@ def effects(task: Task, index: np.ndarray, rng_key: Array) -> Joint:
     groups = guide.joint_groups(svi.optim.get_params(state.optim_state))
     if not any(group.latents or len(group.sites) > 1 for group in groups):
         return False
-    added = _added(lambda: task.model(*args, **kwargs))
+    latents = {name for group in groups for name in group.latents}
+    added = added_latents(lambda: task.model(*args, **kwargs), latents, rng_key)
     names: list[str] = []
     for group in groups:
         kept = [name for name in group.latents if name in added]
         names += [*group.sites, *kept] if kept or len(group.sites) > 1 else []
     return tuple(names) or False
-
-
-def _added(model: Callable[[], Any]) -> set[str]:
-    """Latents on the real line that the terms depend on where all GP sites are zero, or that a prior mean does."""
-
-    @jax.jit
-    def slopes() -> dict[str, Array]:
-        given = GivenGaussianProcesses(0.0)
-        trace = first_run(model, given)
-        latents = {name: site for name, site in trace.items() if site["type"] == "sample" and not site["is_observed"]}
-        w = {name: site["value"] for name, site in latents.items() if is_real(site["fn"].support)}
-
-        def log_density(w: dict[str, Array]) -> Array:
-            sites = {name: site for name, site in again(model, trace, w).items() if site["type"] == "sample"}
-            means = [cast(Any, unwrap(sites[name]["fn"])).prior_mean for name in given.priors]
-            terms = [scaled_log_prob(site) for site in sites.values() if site["is_observed"]]
-            # (A trend about the mean of its rows has the sum zero.)
-            terms += [mean * jnp.arange(1.0, 1.0 + mean.shape[-1]) for mean in means]
-            return sum((jnp.sum(term) for term in terms), jnp.zeros(()))
-
-        gradients = jax.grad(log_density)({name: value for name, value in w.items() if name not in given.priors})
-        return {name: jnp.max(jnp.abs(gradient)) for name, gradient in gradients.items()}
-
-    return {name for name, slope in slopes().items() if slope > 0.0}
 
 
 def _first_row(kernel: Callable, X: Any, rng_key: Array) -> Array:
