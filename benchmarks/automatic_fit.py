@@ -302,7 +302,7 @@ def gpflow(p: dict, binary: bool, reduced: bool) -> dict:
 
 
 def against_nuts(reduced: bool) -> list[dict]:
-    """Posteriors of `fit` beside long chains of the dense model: two regressions, and counts with effects of groups."""
+    """Posteriors of `fit` beside long chains of the dense model: two regressions, counts, and ordered outcomes."""
     from common import beside, long_chains
     import jax
     import jax.numpy as jnp
@@ -318,54 +318,78 @@ def against_nuts(reduced: bool) -> list[dict]:
         "regression": (X, f + 0.3 * rng.normal(size=N)),
         "counts with effects": (X, rng.poisson(np.exp(f + rng.normal(size=5)[group] + 0.5)).astype(float)),
     }
-    X = rng.uniform(-2.0, 2.0, (N, 2))
-    problems["two columns"] = (X, np.sin(X[:, 0]) + 0.5 * X[:, 1] + 0.1 * rng.normal(size=N))
+    columns = rng.uniform(-2.0, 2.0, (N, 2))
+    trend = np.sin(columns[:, 0]) + 0.5 * columns[:, 1]
+    problems["two columns"] = (columns, trend + 0.1 * rng.normal(size=N))
+    ordered = np.searchsorted([-1.0, 0.0, 1.0], f + rng.logistic(size=N))
+    problems["ordered outcomes"] = (X, ordered)
+    effects = 1.0 + 0.7 * rng.normal(size=5)
+    problems["effects about a mean"] = (X, f + effects[group] + 0.3 * rng.normal(size=N))
+    problems["counts with a bounded level"] = (X, rng.poisson(np.exp(f + 1.0)).astype(float))
 
-    def model(X, group, y=None, *, counts: bool, dense: bool):
-        if X.shape[1] == 1:
-            kernel = sgp.kernels.Matern52(numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.5)))
-        else:
-            lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0).expand([2]).to_event(1))
-            kernel = sgp.kernels.Matern52(lengthscale, numpyro.sample("variance", dist.LogNormal(0.0, 1.0)))
-            if dense:  # hyperparameters alone: f is integrated
-                C = kernel(X, X) + numpyro.sample("noise", dist.LogNormal(-1.0, 0.5)) ** 2 * jnp.eye(N)
-                numpyro.sample("y", dist.MultivariateNormal(jnp.zeros(N), C), obs=y)
-                return
+    def kernel_of(D: int) -> sgp.kernels.AbstractKernel:
+        if D == 1:
+            return sgp.kernels.Matern52(numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.5)))
+        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0).expand([2]).to_event(1))
+        return sgp.kernels.Matern52(lengthscale, numpyro.sample("variance", dist.LogNormal(0.0, 1.0)))
+
+    def likelihood_of(name: str, f, group):
+        """Of the outcomes, with what is beside f."""
+        if name == "ordered outcomes":
+            prior = dist.TransformedDistribution(dist.Normal(0.0, 2.0).expand([3]), dist.transforms.OrderedTransform())
+            return dist.OrderedLogistic(f, numpyro.sample("cut points", prior))
+        if name == "counts with a bounded level":
+            return dist.Poisson(jnp.exp(f + numpyro.sample("level", dist.Uniform(-3.0, 3.0))))
+        if name == "counts with effects":
+            level = numpyro.sample("level", dist.Normal(0.0, 2.0))
+            with numpyro.plate("groups", 5):
+                effect = numpyro.sample("effect", dist.Normal(0.0, 1.0))
+            return dist.Poisson(jnp.exp(f + level + effect[group]))
+        if name == "effects about a mean":
+            middle, spread = (
+                numpyro.sample("middle", dist.Normal(0.0, 2.0)),
+                numpyro.sample("spread", dist.HalfNormal()),
+            )
+            with numpyro.plate("groups", 5):
+                f = f + numpyro.sample("effect", dist.Normal(middle, spread))[group]
+        return dist.Normal(f, numpyro.sample("noise", dist.LogNormal(-1.0, 0.5)))
+
+    def model(X, group, y=None, *, name: str, dense: bool):
+        kernel = kernel_of(X.shape[1])
+        if dense and name == "two columns":  # hyperparameters alone: f is integrated
+            C = kernel(X, X) + numpyro.sample("noise", dist.LogNormal(-1.0, 0.5)) ** 2 * jnp.eye(N)
+            numpyro.sample("y", dist.MultivariateNormal(jnp.zeros(N), C), obs=y)
+            return
         if dense:
             L = jnp.linalg.cholesky(kernel(X, X) + 1e-6 * jnp.eye(N))
             f = numpyro.deterministic("f", L @ numpyro.sample("v", dist.Normal().expand([N])))
         else:
             f = numpyro.sample("f", sgp.GaussianProcess(kernel, X))
-        if counts:
-            level = numpyro.sample("level", dist.Normal(0.0, 2.0))
-            with numpyro.plate("groups", 5):
-                effect = numpyro.sample("effect", dist.Normal(0.0, 1.0))
-        else:
-            noise = numpyro.sample("noise", dist.LogNormal(-1.0, 0.5))
+        likelihood = likelihood_of(name, f, group)
         with numpyro.plate("data", N):
-            likelihood = dist.Poisson(jnp.exp(f + level + effect[group])) if counts else dist.Normal(f, noise)
             numpyro.sample("y", likelihood, obs=y)
 
     table = []
     for name, (X, y) in list(problems.items())[1 if reduced else 0 : 2 if reduced else None]:
-        counts = "counts" in name
         num_samples = 20 if reduced else 4000
-        exact, r_hat, ess = long_chains(model, X, group, y, counts=counts, dense=True, num_samples=num_samples)
+        exact, r_hat, ess = long_chains(model, X, group, y, name=name, dense=True, num_samples=num_samples)
 
-        def both(X, group, y=None, counts=counts):
-            return model(X, group, y, counts=counts, dense=False)
+        def without_root(X, group, y=None, name=name):
+            return model(X, group, y, name=name, dense=False)
 
         steps = 5 if reduced else None
-        result = sgp.fit(both, jax.random.key(1), (X, group, y), num_steps=steps, progress_bar=False)
+        result = sgp.fit(without_root, jax.random.key(1), (X, group, y), num_steps=steps, progress_bar=False)
         draws = result.guide.sample_posterior(
             jax.random.key(2), result.params, X, group, sample_shape=(50 if reduced else 8000,)
         )
         for latent in sorted(exact.keys() - {"v"}):
             row = {"model": name, "latent": latent, "r_hat": r_hat, "ess": ess}
-            row |= beside(draws[latent], exact[latent], positive=latent in ("lengthscale", "noise", "variance"))
+            row |= beside(
+                draws[latent], exact[latent], positive=latent in ("lengthscale", "noise", "spread", "variance")
+            )
             table.append(row)
             print(
-                f"{name:20s} {latent:12s} mean within {row['error']:.2f} sd, "
+                f"{name:27s} {latent:12s} mean within {row['error']:.2f} sd, "
                 f"sds {row['least']:.3f} to {row['largest']:.3f} (R-hat {r_hat:.4f}, ESS {ess:.0f})",
                 flush=True,
             )
