@@ -327,7 +327,7 @@ def against_nuts(reduced: bool) -> list[dict]:
     problems["effects about a mean"] = (X, f + effects[group] + 0.3 * rng.normal(size=N))
     problems["counts with a bounded level"] = (X, rng.poisson(np.exp(f + 1.0)).astype(float))
 
-    def kernel_of(D: int) -> sgp.kernels.AbstractKernel:
+    def kernel_of(D: int):
         if D == 1:
             return sgp.kernels.Matern52(numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.5)))
         lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0).expand([2]).to_event(1))
@@ -346,10 +346,8 @@ def against_nuts(reduced: bool) -> list[dict]:
                 effect = numpyro.sample("effect", dist.Normal(0.0, 1.0))
             return dist.Poisson(jnp.exp(f + level + effect[group]))
         if name == "effects about a mean":
-            middle, spread = (
-                numpyro.sample("middle", dist.Normal(0.0, 2.0)),
-                numpyro.sample("spread", dist.HalfNormal()),
-            )
+            middle = numpyro.sample("middle", dist.Normal(0.0, 2.0))
+            spread = numpyro.sample("spread", dist.HalfNormal())
             with numpyro.plate("groups", 5):
                 f = f + numpyro.sample("effect", dist.Normal(middle, spread))[group]
         return dist.Normal(f, numpyro.sample("noise", dist.LogNormal(-1.0, 0.5)))

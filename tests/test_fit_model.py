@@ -93,6 +93,8 @@ def test_a_regression_ends_at_the_mode_of_the_exact_evidence_with_its_curvature(
     assert report.num_inducing == {}
     assert "dense posterior" in str(report)
     assert "exact" in str(report)
+    assert "Laplace approximation of lengthscale, noise" in str(report)
+    assert report.joint == report.independent == ()
     # As many inducing inputs as rows lose what their jitter adds.
     sparse = sgp.fit(regression, KEY, (X, Y), num_inducing=N).report
     assert likelihood - 0.01 < sparse.evidence.lower < likelihood < sparse.evidence.upper + 1e-6
@@ -114,6 +116,8 @@ def test_a_count_model_has_its_effects_in_the_joint_posterior_and_ends_where_no_
     assert set(group.latents) == {"level", "effect"}
     assert result.report.converged
     assert result.report.evidence is None
+    assert "joint posterior of f, " in str(result.report)
+    assert set(result.report.laplace) == {"lengthscale", "spread"}
     median, upper = (
         result.guide.median(result.params, X, GROUP),
         result.guide.quantiles(result.params, 0.8413447460685429, X, GROUP),
@@ -330,6 +334,8 @@ def test_what_is_given_is_kept():
     assert type(independent.guide.base) is AutoNormal
     trained = sgp.fit(regression, KEY, (X, Y), num_inducing=7, learn_inducing=True, num_steps=30, progress_bar=False)
     assert trained.report.num_inducing == {"f": 7}
+    assert "independent Gaussians for lengthscale, noise" in str(trained.report)
+    assert trained.report.laplace == ()
     assert trained.losses.shape == (30,)
     rows = {tuple(row) for row in X}
     assert any(tuple(row) not in rows for row in np.asarray(trained.params["f_auto_inducing"].Z))

@@ -134,8 +134,8 @@ def fit(
             they are too few.
         base: of a model: guide for the latents outside of the joint posterior. None for `AutoMultivariateNormal` if all
             rows are seen at once, and else for `AutoNormal`.
-        joint: of a model: as for `AutoTSVGP`; None for "auto", but for latents that do more than move a GP site, such as
-            noise scales, which go to `base`.
+        joint: of a model: as for `AutoTSVGP`; None for "auto", but for latents that do more than move a GP site, which
+            go to `base`, such as noise scales.
         loss: of a model: a `QuadratureELBO`; None for the default.
 
     Returns:

@@ -155,7 +155,7 @@ def _searched(search: Search, rng_key: Array, started: float) -> FitResult:
     state = SVIState(svi.optim.init(params), profile.state.mutable_state, rng_key)
     form = "smoothed over time, " if search.task.over_time else "" if search.inducing else "dense posterior, "
     method = f"all at once, {form}L-BFGS with {profile.evaluations} evaluations"
-    return _result(search, svi, state, jnp.asarray([search.value]), method, search.converged, started)
+    return _result(search, svi, state, jnp.asarray([search.value]), method, search.converged, started, searched=True)
 
 
 def _trained(
@@ -224,7 +224,7 @@ def _trained(
         length = 2 * length
         if num_steps or converged or length > _LONGEST_CYCLE or left < 0.2 * _FIRST_CYCLE:
             method = f"batches of {batch_size}, {total} steps"
-            return _result(search, svi, state, run.losses, method, converged, started)
+            return _result(search, svi, state, run.losses, method, converged, started, searched=False)
         reached, length = loss, int(min(length, 0.9 * left))
         following = cycle(length)
         following.constrain_fn = svi.constrain_fn
@@ -233,7 +233,7 @@ def _trained(
 
 
 def _result(
-    search: Search, svi: SVI, state: Any, losses: Array, method: str, converged: bool, started: float
+    search: Search, svi: SVI, state: Any, losses: Array, method: str, converged: bool, started: float, *, searched: bool
 ) -> FitResult:
     task, guide, params = search.task, search.guide, svi.get_params(state)
     inducing, values, priors = inducing_of(guide, params), {}, {}
@@ -244,6 +244,7 @@ def _result(
         ((site, prior),) = priors.items()
         given = {**params, **{name: value for name, value in values.items() if name != site}}
         evidence = evidence_of(task.model, given, site, prior, inducing.get(site), search.args, search.kwargs)
+    chosen = () if task.base_given else search.latents
     report = FitReport(
         num_rows=task.rows,
         method=method,
@@ -252,6 +253,9 @@ def _result(
         enough=search.enough,
         converged=converged,
         evidence=evidence,
+        joint=tuple((*group.sites, *group.latents) for group in guide.joint_groups(params)),
+        laplace=chosen if searched else (),
+        independent=() if searched else chosen,
         seconds=time.perf_counter() - started,
     )
     return FitResult(guide, params, state, losses, svi, report)

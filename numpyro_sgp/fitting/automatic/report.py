@@ -45,6 +45,9 @@ class FitReport:
         enough: whether that is as little as was wanted; if not, more inducing inputs would help.
         converged: whether training ended because the bound no longer rose.
         evidence: bounds of the log evidence, of a regression with one GP and Gaussian noise.
+        joint: GP sites and latents that have one joint posterior, for each such group.
+        laplace: latents with a Laplace approximation.
+        independent: latents with independent Gaussians, which steps have trained.
         seconds: wall time.
     """
 
@@ -55,6 +58,9 @@ class FitReport:
     enough: bool
     converged: bool
     evidence: Evidence | None
+    joint: tuple[tuple[str, ...], ...]
+    laplace: tuple[str, ...]
+    independent: tuple[str, ...]
     seconds: float
 
     def __str__(self) -> str:
@@ -69,6 +75,11 @@ class FitReport:
             lower, upper = self.evidence
             bounds = f"between {lower:.6g} and {upper:.6g}: at most {(upper - lower) / self.num_rows:.2g} nats a row"
             lines.append(f"log evidence {bounds} are lost" if lower < upper else f"log evidence {lower:.6g}, exact")
+        lines += [f"joint posterior of {', '.join(names)}" for names in self.joint]
+        if self.laplace:
+            lines.append(f"Laplace approximation of {', '.join(self.laplace)}")
+        if self.independent:
+            lines.append(f"independent Gaussians for {', '.join(self.independent)}")
         lines.append("converged" if self.converged else "stopped before the bound had settled")
         return "\n".join(lines)
 

@@ -89,6 +89,12 @@ class Search:
         many = self._num_entries >= self.rows and has_latent_inputs(task, index, rng_key)
         self.deterministic = not many and self.profile.is_deterministic(jax.random.fold_in(rng_key, 1))
 
+    @property
+    def latents(self) -> tuple[str, ...]:
+        """Those outside of the joint posterior that the search had independent Gaussians for."""
+        ending = f"_{self.guide.prefix}_scale"
+        return tuple(name.removesuffix(ending) for name in self.profile.unconstrained if name.endswith(ending))
+
     def _begin(self, guide: AutoTSVGP | AutoMarkovGP, init_params: dict[str, Any] | None) -> None:
         self.guide, task = guide, self.task
         self.profile = Profile(task.model, guide, task.loss, self.rng_key, self.args, self.kwargs, init_params)
