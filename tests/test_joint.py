@@ -147,6 +147,21 @@ def test_effects_beside_a_gp_have_the_bound_of_the_gp_with_the_summed_kernel(for
     np.testing.assert_allclose(result.losses[-1], exact.losses[-1], rtol=0.0, atol=1e-5)
 
 
+@each_form
+def test_no_rows_are_predicted_as_none(form):
+    def model(X, y=None):
+        a = numpyro.sample("a", dist.Normal(0.0, 1.0))
+        f = numpyro.sample("f", gp(KERNEL, X).expand([2]))
+        numpyro.sample("y", dist.Normal(a + f, 0.3).to_event(2), obs=y)
+
+    guide = FORMS[form](model, Z)
+    svi = SVI(model, guide, sgp.NaturalGradient(1.0), sgp.QuadratureELBO())
+    params = svi.get_params(svi.init(jax.random.key(0), X, np.stack([REALS, -REALS])))
+    assert guide.posterior(jax.random.key(1), params, X[:0])["f"].mean.shape == (2, 0)
+    draws = Predictive(model, guide=guide, params=params, num_samples=3)(jax.random.key(1), X[:0])
+    assert draws["y"].shape == (3, 2, 0)
+
+
 def in_mean(mean, y=REALS, noise=0.3):
     """`gaussian`, with a latent and coefficients in the prior mean of f or beside it."""
     a, b = coefficients()
