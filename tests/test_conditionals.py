@@ -163,3 +163,9 @@ def test_triangular_solves_broadcast_their_batches(solve):
     assert_allclose(solve(jnp.asarray(T), jnp.asarray(B)), np.linalg.solve(dense, B), rtol=1e-10)
     batch = jnp.broadcast_to(jnp.asarray(T), (3, M, M))
     assert_allclose(solve(batch, jnp.asarray(B[0])), np.stack([np.linalg.solve(dense, B[0])] * 3), rtol=1e-10)
+    single = T.astype(np.float32), B.astype(np.float32)
+    for factor, right in ((single[0], B), (T, single[1])):
+        found = solve(jnp.asarray(factor), jnp.asarray(right))
+        assert found.dtype == np.float64
+        assert_allclose(found, solve(jnp.asarray(factor, float), jnp.asarray(right, float)), rtol=1e-14)
+    assert solve(*map(jnp.asarray, single)).dtype == np.float32

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.testing import assert_allclose
 import numpyro
+from numpyro import handlers
 from numpyro.contrib.control_flow import cond, scan
 import numpyro.distributions as dist
 from numpyro.infer import SVI, Predictive, Trace_ELBO
@@ -540,6 +541,15 @@ def test_a_step_size_outside_the_unit_interval_raises(step_size):
     got = 2.0 if callable(step_size) else step_size
     with pytest.raises(ValueError, match=says("`step_size`", "(0, 1]", f"got {got!r}", "full step")):
         sgp.NaturalGradient(step_size)
+
+
+@pytest.mark.filterwarnings("ignore:Found vars in model but not guide:UserWarning")
+def test_a_member_of_a_joint_posterior_is_fixed_by_condition_and_not_by_substitute():
+    given, fixed = (handler(with_noise, {"noise": 0.3}) for handler in (handlers.substitute, handlers.condition))
+    parts = "latent site 'noise'", "joint posterior", "a value already", "`handlers.substitute`", "`handlers.condition`"
+    with pytest.raises(ValueError, match=says(*parts)):
+        step(given, TSVGP(given, Z), X, y, optim=sgp.NaturalGradient())
+    step(fixed, TSVGP(fixed, Z), X, y, optim=sgp.NaturalGradient())
 
 
 @pytest.mark.parametrize("base", [AutoNormal, AutoDelta])

@@ -147,6 +147,44 @@ def test_effects_beside_a_gp_have_the_bound_of_the_gp_with_the_summed_kernel(for
     np.testing.assert_allclose(result.losses[-1], exact.losses[-1], rtol=0.0, atol=1e-5)
 
 
+@pytest.mark.parametrize("joint", ["auto", False])
+def test_latents_with_an_improper_prior_are_those_of_least_squares(joint):
+    def model(y=REALS):
+        a = numpyro.sample("a", dist.ImproperUniform(dist.constraints.real, (), ()))
+        b = numpyro.sample("b", dist.ImproperUniform(dist.constraints.real, (), (2,)))
+        f = numpyro.sample("f", gp(KERNEL))
+        numpyro.sample("y", dist.Normal(a + f + W @ b, 0.3).to_event(1), obs=y)
+
+    guide = sgp.AutoTSVGP(model, X, joint=joint)
+    _, result = fitted(model, guide, 3)
+    if joint is False:
+        assert np.all(np.isfinite(result.losses))
+        return
+    H = np.concatenate([np.ones((N, 1)), W], axis=1)
+    whitened = np.linalg.solve(np.asarray(KERNEL(X, X)) + 0.09 * np.eye(N), H)
+    covariance = np.linalg.inv(H.T @ whitened)
+    mean, sd = covariance @ whitened.T @ REALS, np.sqrt(np.diag(covariance))
+    found = guide.quantiles(result.params, [0.158655, 0.5, 0.841345], REALS)
+    low, median, high = np.concatenate([found["a"][:, None], found["b"]], axis=1)
+    np.testing.assert_allclose(median, mean, atol=1e-5)
+    np.testing.assert_allclose((high - low) / 2.0, sd, rtol=1e-4)
+
+
+@each_form
+def test_no_rows_are_predicted_as_none(form):
+    def model(X, y=None):
+        a = numpyro.sample("a", dist.Normal(0.0, 1.0))
+        f = numpyro.sample("f", gp(KERNEL, X).expand([2]))
+        numpyro.sample("y", dist.Normal(a + f, 0.3).to_event(2), obs=y)
+
+    guide = FORMS[form](model, Z)
+    svi = SVI(model, guide, sgp.NaturalGradient(1.0), sgp.QuadratureELBO())
+    params = svi.get_params(svi.init(jax.random.key(0), X, np.stack([REALS, -REALS])))
+    assert guide.posterior(jax.random.key(1), params, X[:0])["f"].mean.shape == (2, 0)
+    draws = Predictive(model, guide=guide, params=params, num_samples=3)(jax.random.key(1), X[:0])
+    assert draws["y"].shape == (3, 2, 0)
+
+
 def in_mean(mean, y=REALS, noise=0.3):
     """`gaussian`, with a latent and coefficients in the prior mean of f or beside it."""
     a, b = coefficients()

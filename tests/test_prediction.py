@@ -154,6 +154,21 @@ def test_the_posterior_at_some_inputs_is_a_block_of_that_at_more(name):
     assert_allclose(at_more.kl, at_some.kl, rtol=1e-12)
 
 
+@pytest.mark.parametrize("name", representative(POSTERIORS, ["whitened", "tied"]))
+def test_parameters_in_float32_predict_at_inputs_in_float64(name):
+    guide = POSTERIORS[name](plain, Z.astype(np.float32))
+    params = arbitrary_parameters(plain, guide, X.astype(np.float32), y.astype(np.float32))
+    single = guide.posterior(jax.random.key(0), params, X_new)["f"]
+    assert single.mean.dtype == single.variance.dtype == np.float64
+    wide = jax.tree.map(lambda x: x.astype(float) if x.dtype == np.float32 else x, params)
+    q = guide.posterior(jax.random.key(0), wide, X_new)["f"]
+    # The rounding of float32, 6e-8, through covariances of condition 1e2.
+    assert_allclose(single.mean, q.mean, rtol=1e-4, atol=1e-5)
+    assert_allclose(single.variance, q.variance, rtol=1e-4, atol=1e-5)
+    draws = Predictive(plain, guide=guide, params=params, num_samples=2)(jax.random.key(1), X_new)
+    assert draws["y"].dtype == np.float64
+
+
 @pytest.mark.parametrize("name", ["whitened", "per_datum"])
 def test_joint_draws_have_the_posterior_covariance_whatever_their_sample_shape(name):
     guide = GUIDES[name](plain, Z)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.testing import assert_allclose, assert_array_equal
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import SVI
+from numpyro.infer import SVI, Predictive
 from numpyro.infer.autoguide import AutoDelta
 import optax
 import pytest
@@ -185,6 +185,19 @@ def test_gaussian_noise_has_the_likelihood_of_vecchia():
         gain = np.linalg.solve(S[np.ix_(rows, rows)], k[rows, n])
         assert_allclose(q.mean[n], 0.4 + y[rows] @ gain, rtol=1e-10)
         assert_allclose(q.variance[n], 1.3 - gain @ k[rows, n], rtol=1e-9)
+
+
+def test_no_rows_are_predicted_as_none():
+    def noisy(X, y=None):
+        f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))
+        numpyro.sample("y", dist.Normal(f, 0.5).to_event(1), obs=y)
+
+    guide = sgp.AutoVecchiaGP(noisy, num_neighbours=6)
+    svi = SVI(noisy, guide, sgp.NaturalGradient(1.0), sgp.QuadratureELBO())
+    params = svi.get_params(svi.init(jax.random.key(0), X, COUNTS))
+    assert guide.posterior(jax.random.key(1), params, NEW[:0])["f"].covariance().shape == (0, 0)
+    draws = Predictive(noisy, guide=guide, params=params, num_samples=3)(jax.random.key(1), NEW[:0])
+    assert draws["y"].shape == (3, 0)
 
 
 def with_effects(X, y=None):

@@ -10,7 +10,9 @@ from jax.core import Tracer
 import jax.numpy as jnp
 import numpy as np
 import numpyro
+from numpyro import distributions as dist
 from numpyro import handlers
+from numpyro.distributions import biject_to
 from numpyro.primitives import Messenger, apply_stack
 
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
@@ -21,6 +23,7 @@ __all__ = [
     "GivenDeviations",
     "GivenGaussianProcesses",
     "HiddenSamples",
+    "ImproperAtZero",
     "KeysBySite",
     "ModelForBase",
     "SwapGaussianProcesses",
@@ -85,6 +88,16 @@ class _ZeroGaussianProcesses(Messenger):
             # An outcome to be predicted, not a latent variable of the fit.
             msg["kwargs"]["rng_key"] = numpyro.prng_key()
             msg["stop"] = True
+
+
+class ImproperAtZero(Messenger):
+    """Gives latents with an improper prior, which cannot be drawn, the value that is zero where it is unconstrained."""
+
+    def process_message(self, msg: dict) -> None:
+        if _is_latent(msg) and isinstance(unwrap(msg["fn"]), dist.ImproperUniform):
+            transform: Any = biject_to(msg["fn"].support)
+            shape = (*msg["kwargs"].get("sample_shape", ()), *msg["fn"].shape())
+            msg["value"] = transform(jnp.zeros(transform.inverse_shape(shape)))
 
 
 class HiddenSamples(handlers.block):

@@ -130,7 +130,8 @@ class JointRun(AbstractJointRun):
         found, kl = self.gaussian.posterior(k, variance)
         own = slice(start, start + C * M)
         A = self._of_each(found.A[own].reshape(C, M, C, N)).reshape(*batch_shape, M, N)
-        T = jnp.moveaxis(found.T.reshape(-1, C, N), 0, -2).reshape(*batch_shape, -1, N)
+        D = found.T.shape[0]
+        T = jnp.moveaxis(found.T.reshape(D, C, N), 0, -2).reshape(*batch_shape, D, N)
         share = self._share(site, batch_shape)
         shape = (*batch_shape, N)
         q = SparsePosterior(

@@ -157,10 +157,10 @@ class AbstractJointRun(ABC):
         return offset.at[index].set(b), root.at[np.ix_(index, index)].set(R)
 
     def _initial(self, trace: Trace, offset: Array, rng_key: Array) -> Array:
-        """Where w starts: at its prior mean, or the median of draws from a prior that is not Gaussian."""
+        """Where w starts: at its prior mean, the median of draws if not Gaussian, or zero if there are no draws."""
         w = offset
         for number, name in enumerate(self.group.latents):
-            if name not in self.group.gaussian:
+            if name not in self.group.gaussian and not isinstance(unwrap(trace[name]["fn"]), dist.ImproperUniform):
                 start, stop, _ = self._places[name]
                 draws = trace[name]["fn"].sample(jax.random.fold_in(rng_key, number), (15,))
                 w = w.at[start:stop].set(self.transforms[name].inv(jnp.median(draws, axis=0)).ravel())

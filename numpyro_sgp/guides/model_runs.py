@@ -14,7 +14,7 @@ from numpyro.distributions.util import scale_and_mask, sum_rightmost
 from numpyro.primitives import Messenger
 
 from numpyro_sgp.distributions.traces import Trace, scaled_log_prob
-from numpyro_sgp.guides.handlers import Alone, CheckedPlates, GivenDeviations, UnchangedState
+from numpyro_sgp.guides.handlers import Alone, CheckedPlates, GivenDeviations, ImproperAtZero, UnchangedState
 
 __all__ = ["again", "first_run", "log_densities", "summed", "transforms_of"]
 
@@ -33,6 +33,7 @@ def first_run(model: Callable[[], Any], *inner: Messenger) -> Trace:
         trace = stack.enter_context(handlers.trace())
         stack.enter_context(handlers.seed(rng_seed=0))
         stack.enter_context(CheckedPlates())
+        stack.enter_context(ImproperAtZero())
         for handler in inner:
             stack.enter_context(handler)
         model()

@@ -22,6 +22,7 @@ from numpyro_sgp.guides.base import BaseGuide
 from numpyro_sgp.guides.group import Group
 from numpyro_sgp.guides.handlers import (
     GivenGaussianProcesses,
+    ImproperAtZero,
     ModelForBase,
     SwapGaussianProcesses,
     is_missing_outcome,
@@ -184,7 +185,7 @@ class AbstractGuideRun(AutoGuide):
             self._base.forget_start()
             self._checked.add(_form_of(args, kwargs))
             # Not the model that the base guide sees, which leaves out members once they are known.
-            with handlers.block(), handlers.trace() as trace:
+            with handlers.block(), handlers.trace() as trace, ImproperAtZero():
                 ModelForBase(self.model)(*args, **kwargs)
             sites = [site for site in trace.values() if site["type"] == "sample"]
             outcomes = {site["name"] for site in sites if site["is_observed"]}

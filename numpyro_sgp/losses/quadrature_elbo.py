@@ -224,6 +224,13 @@ class Particle:
         deviations = deviations or {}
         replayed = OrderedDict((name, site) for name, site in guide_trace.items() if name not in deviations)
         for name, value in values.items():
+            if name not in guide_trace:
+                msg = (
+                    f"The latent site {name!r} of a joint posterior has a value already, as `handlers.substitute` "
+                    "around the model gives it, and the guide needs a latent. Fix it with `handlers.condition`, and "
+                    "make the guide of that model."
+                )
+                raise ValueError(msg)
             replayed[name] = {**guide_trace[name], "value": value}
         model = handlers.seed(GivenDeviations(self.model, deviations), self.model_key)
         model = handlers.replay(model, cast(Any, replayed))

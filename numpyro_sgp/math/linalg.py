@@ -82,6 +82,9 @@ def cholesky(K: Array, jitter: ArrayLike = 0.0) -> Array:
 
 def _solve(L: Array, B: Array, transpose: bool) -> Array:
     options = {"left_side": True, "lower": True, "transpose_a": transpose}
+    # LAPACK solves in one dtype: parameters trained in float32 may meet inputs in float64.
+    dtype = jnp.result_type(L, B)
+    L, B = L.astype(dtype), B.astype(dtype)
     if L.ndim == 2 and B.ndim > 2:
         # One factor for many right-hand sides: put the batch into the columns, so that it is a single large solve.
         columns = jnp.moveaxis(B, -2, 0)

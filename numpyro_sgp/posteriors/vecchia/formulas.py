@@ -318,6 +318,8 @@ class NeighbourCovariance(AbstractDenseCovariance):
         return self._draws(noise).reshape(shape)
 
     def _draws(self, noise: Array) -> Array:
+        if not self.X.shape[0]:
+            return noise
         order, before = nearest_before(self.X, self.index.shape[-1])
         return draws(self.kernel, self.X, self.index, order, before, self.sites, noise)
 
