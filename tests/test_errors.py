@@ -11,7 +11,7 @@ import numpyro
 from numpyro import handlers
 from numpyro.contrib.control_flow import cond, scan
 import numpyro.distributions as dist
-from numpyro.infer import SVI, Predictive, Trace_ELBO
+from numpyro.infer import SVI, Predictive, Trace_ELBO, TraceMeanField_ELBO
 from numpyro.infer.autoguide import AutoDelta, AutoNormal
 import optax
 import pytest
@@ -68,6 +68,13 @@ def without_gp(X, y=None):
     intercept = numpyro.sample("intercept", dist.Normal(0.0, 1.0))
     with numpyro.plate("data", X.shape[0]):
         numpyro.sample("y", dist.Normal(intercept, 0.7), obs=y)
+
+
+def with_level(X, y=None):
+    level = numpyro.sample("level", dist.Normal(0.0, 1.0))
+    f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, X))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(f + level, 0.7), obs=y)
 
 
 def gp_inside_a_subsampled_plate(X, y=None):
@@ -438,6 +445,11 @@ MISTAKES = {
         ("7 rows", "shape (3, 2)", "Give all rows", "inducing inputs takes minibatches"),
     ),
     # Losses.
+    "draws for natural steps on a joint posterior": (
+        lambda: step(with_level, TSVGP(with_level, Z), X, y, loss=TraceMeanField_ELBO(), optim=sgp.NaturalGradient()),
+        TypeError,
+        ("['f', 'level']", "draws", "QuadratureELBO", "joint=False"),
+    ),
     "Trace_ELBO": (
         lambda: step(model, TSVGP(model, Z), X, y, loss=Trace_ELBO(), optim=sgp.NaturalGradient()),
         NotImplementedError,

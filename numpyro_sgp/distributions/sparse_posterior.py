@@ -172,4 +172,6 @@ def expected_quadratic(fn: Callable[[Array], Array], mean: Array, variance: Arra
 def _kl_sparse_posterior_gaussian_process(p: SparsePosterior, q: GaussianProcess) -> Array:
     """KL(q(u) ‖ p(u)), which is the divergence between the two processes (Matthews et al. 2016, section 3)."""
     del q  # the posterior was made from this prior
+    if p.joint_run is not None:
+        p.joint_run.check_loss()
     return p.kl

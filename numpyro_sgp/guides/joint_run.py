@@ -28,6 +28,7 @@ from numpyro_sgp.math.linalg import cholesky
 from numpyro_sgp.math.products import matmul, matvec, matvec_transposed
 from numpyro_sgp.posteriors.joint.formulas import gaussian_prior
 from numpyro_sgp.posteriors.joint.predictors import Rows, prior_covariance
+from numpyro_sgp.posteriors.perturbation import Perturbed
 from numpyro_sgp.posteriors.sites import JointSites
 
 __all__ = ["INITIAL_SCALE", "AbstractJointRun", "Prior", "expected_reference", "reference_density"]
@@ -68,10 +69,12 @@ class AbstractJointRun(ABC):
         priors: of these.
         latents: sites of the guide for the latents, at a draw.
         effects: the effects of groups about their prior means, in their units, at the draw, (G,); or None.
+        integrated: whether the loss integrates terms by linear predictors.
     """
 
     gaussian: Any
     latents: dict[str, dict[str, Any]]
+    integrated: bool = False
 
     def __init__(self, group: Group, trace: Trace, model: Callable[[], Any]) -> None:
         self.group = group
@@ -124,6 +127,17 @@ class AbstractJointRun(ABC):
 
         mean, push = jax.linearize(at, self.mean[first:])
         return mean - prior.prior_mean, jax.vmap(push)(jnp.eye(P, dtype=self.dtype))
+
+    def check_loss(self) -> None:
+        """Raise where a natural step is asked for and the terms are at draws, which do not move with what it asks."""
+        if isinstance(self.gaussian.value, Perturbed) and not self.integrated:
+            names = sorted((*self.group.sites, *self.group.latents))
+            msg = (
+                f"A natural step was asked for on the joint posterior of {names}, with a loss that sees draws of it. "
+                "They do not move with what the step asks. Use the loss `numpyro_sgp.QuadratureELBO()`, or pass "
+                "`joint=False` to the guide."
+            )
+            raise TypeError(msg)
 
     def _draw_latents(self) -> None:
         """A draw v of L⁻¹z."""
