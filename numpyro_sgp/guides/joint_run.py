@@ -69,12 +69,10 @@ class AbstractJointRun(ABC):
         priors: of these.
         latents: sites of the guide for the latents, at a draw.
         effects: the effects of groups about their prior means, in their units, at the draw, (G,); or None.
-        integrated: whether the loss integrates terms by linear predictors.
     """
 
     gaussian: Any
     latents: dict[str, dict[str, Any]]
-    integrated: bool = False
 
     def __init__(self, group: Group, trace: Trace, model: Callable[[], Any]) -> None:
         self.group = group
@@ -130,7 +128,7 @@ class AbstractJointRun(ABC):
 
     def check_loss(self) -> None:
         """Raise where a natural step is asked for and the terms are at draws, which do not move with what it asks."""
-        if isinstance(self.gaussian.value, Perturbed) and not self.integrated:
+        if isinstance(self.gaussian.value, Perturbed):
             names = sorted((*self.group.sites, *self.group.latents))
             msg = (
                 f"A natural step was asked for on the joint posterior of {names}, with a loss that sees draws of it. "

@@ -209,11 +209,7 @@ class Particle:
 
     def run_guide(self, key: Array, values: Mapping[str, Array]) -> Trace:
         guide = handlers.substitute(handlers.seed(self.guide, key), data={**self.params, **values})
-        trace = handlers.trace(guide).get_trace(*self.args, **self.kwargs)
-        for q in posteriors_of(trace).values():
-            if q.joint_run is not None:
-                q.joint_run.integrated = True
-        return trace
+        return handlers.trace(guide).get_trace(*self.args, **self.kwargs)
 
     def run_model(
         self, guide_trace: Trace, values: Mapping[str, Array], deviations: Mapping[str, Array] | None = None
