@@ -8,7 +8,7 @@ its roots alone. No numbers are needed, so the answer is the same within `jax.ji
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax import Array
@@ -18,7 +18,7 @@ import numpy as np
 from numpyro_sgp._internal.programs import ADDS, MOVES, MOVES_FIRST, inner_program, linear_name
 from numpyro_sgp._internal.row_dependence import Dependence, Fact, fact_of_equation
 
-__all__ = ["Program", "traced"]
+__all__ = ["Program", "Scale", "traced"]
 
 # Linear in one operand, entry by entry: what depends on the result depends on that operand.
 _KEEPS = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "reshape", "squeeze"}
@@ -45,6 +45,38 @@ class _Affine(NamedTuple):
 
 class _Nonlinear(NamedTuple):
     roots: frozenset[int]
+
+
+class Scale(NamedTuple):
+    """A factor of a latent.
+
+    Attributes:
+        name: the variable.
+        shape: what it is reshaped to, which broadcasts against the latent.
+        power: to which it is raised.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    power: float
+
+    def to_the(self, power: float) -> "Scale":
+        """Raised to a power."""
+        return self._replace(power=power * self.power)
+
+    def moved(self, equation: Any, before: tuple[int, ...], after: tuple[int, ...]) -> "Scale | None":
+        """The factor after an operation that keeps the order of entries; None if that does not give it a shape."""
+        if self.shape in ((), after) or before == after:
+            return self
+        if equation.primitive.name == "broadcast_in_dim":
+            shape = np.ones(len(after), int)
+            padded = (1,) * (len(before) - len(self.shape)) + self.shape
+            shape[list(equation.params["broadcast_dimensions"])] = padded
+            return self._replace(shape=tuple(shape.tolist()))
+        return self._replace(shape=after) if self.shape == before else None
+
+
+Scales = tuple[Scale, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,32 +126,74 @@ class Program:
                     facts[number] = _Affine(number) if found == "new" else found
         return facts.get(self.outputs[output])
 
-    def factor(self, name: str, outputs: Collection[str]) -> tuple[int | None, frozenset[int]]:
-        """The one scalar that an input is multiplied by before outputs depend on it in any other way.
+    def scales(self, name: str, among: Mapping[int, str], outputs: Collection[str]) -> tuple[Scales, frozenset[int]]:
+        """What an input is multiplied by, entry by entry, before outputs depend on it in any other way.
+
+        Args:
+            name: the input.
+            among: names of the variables that may be factors, by number. Other factors depend on no input.
+            outputs: names of the outputs.
 
         Returns:
-            The number of the scalar, None where there is no such scalar, and those of the products.
+            The factors, none if there are none or they differ from place to place; and the numbers of the products.
         """
-        needed = {self.outputs[output] for output in outputs}
+        wanted = {self.outputs[output] for output in outputs}
+        needed = set(wanted)
         for operation in reversed(self.operations):
             if needed.intersection(operation.results):
                 needed.update(operation.operands)
-        copies, products, factors = {self.inputs[name]}, set(), set()
+        made_by = {result: operation for operation in self.operations for result in operation.results}
+        shape = self.shapes[self.inputs[name]]
+        # Multiples of the input, each with its factors and whether its entries are still in their places.
+        multiples: dict[int, tuple[Scales, bool]] = {self.inputs[name]: ((), True)}
+        products = wanted & multiples.keys()
         for operation in self.operations:
-            inside = [number in copies for number in operation.operands]
-            if not any(inside) or not needed.intersection(operation.results):
+            inside = [number for number in operation.operands if number in multiples]
+            if not inside or not needed.intersection(operation.results):
                 continue
-            kind = linear_name(operation.equation)
-            if (kind in _KEEPS or kind in _LINEAR_IN_FIRST) and inside[0] and sum(inside) == 1:
-                copies.update(operation.results)
-            elif kind == "mul" and sum(inside) == 1:
-                products.update(operation.results)
-                factors.add(self.origin(operation.operands[inside.index(False)]))
-            else:
-                return None, frozenset()
-        one = len(factors) == 1 and not copies & {self.outputs[output] for output in outputs}
-        scalar = one and all(np.prod(self.shapes[factor]) == 1 for factor in factors)
-        return (factors.pop() if scalar else None), frozenset(products)
+            kind, (result, *others) = linear_name(operation.equation), operation.results
+            factors, in_place = multiples[inside[0]]
+            more: Scales | None = None
+            if kind in _KEEPS | _LINEAR_IN_FIRST and inside == [operation.operands[0]]:
+                more = ()
+            elif (kind == "mul" and len(inside) == 1) or (kind == "div" and inside == [operation.operands[0]]):
+                (other,) = [number for number in operation.operands if number != inside[0]]
+                more = self._factors(other, among, made_by)
+                more = _inverse(more) if kind == "div" and more is not None else more
+            in_place = in_place and kind in _KEEPS | {"mul", "div"} and self.shapes[result] == shape
+            if more is None or others or not (in_place or all(factor.shape == () for factor in more)):
+                products.update(inside)
+                continue
+            multiples[result] = tuple(sorted((*factors, *more))), in_place
+            products.update(wanted & {result})
+        found = {multiples[number][0] for number in products}
+        return (found.pop(), frozenset(products)) if len(found) == 1 else ((), frozenset())
+
+    def _factors(self, number: int, among: Mapping[int, str], made_by: Mapping[int, _Operation]) -> Scales | None:
+        """The variables that another one is a product of, times what depends on no input; None if it is no product."""
+        if number in among:
+            shape = self.shapes[number]
+            return (Scale(among[number], () if np.prod(shape) == 1 else shape, 1.0),)
+        if not self.depends[number]:
+            return ()
+        if number not in made_by:
+            return None
+        equation, operands, _ = made_by[number]
+        kind = linear_name(equation)
+        power = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}.get(kind, equation.params.get("y"))
+        of_operands = [self._factors(operand, among, made_by) for operand in operands]
+        if kind in ("mul", "div") and None not in of_operands:
+            first, second = (cast(Scales, each) for each in of_operands)
+            return first + (second if kind == "mul" else _inverse(second))
+        (found, *_) = of_operands
+        if found is None:
+            return None
+        if kind in ("sqrt", "rsqrt", "square", "integer_pow"):
+            return tuple(each.to_the(power) for each in found)
+        if kind in _KEEPS - {"neg"}:
+            moved = [each.moved(equation, self.shapes[operands[0]], self.shapes[number]) for each in found]
+            return None if None in moved else tuple(cast(Scales, moved))
+        return None
 
     def origin(self, number: int) -> int:
         """The variable that another one is a copy of in another shape."""
@@ -208,6 +282,10 @@ def traced(fn: Callable[[dict[str, Array]], dict[str, Array]], inputs: Mapping[s
     return Program(
         builder.operations, builder.constants, numbers, outputs, builder.depends, builder.shapes, dict(inputs)
     )
+
+
+def _inverse(factors: Scales) -> Scales:
+    return tuple(each.to_the(-1.0) for each in factors)
 
 
 def _bind(equation: Any, operands: list[Any]) -> Any:

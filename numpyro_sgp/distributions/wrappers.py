@@ -4,12 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 from jax import Array
+from jax.core import Tracer
 import jax.numpy as jnp
+import numpy as np
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
 from numpyro.distributions.distribution import ExpandedDistribution, Independent, MaskedDistribution
 
-__all__ = ["is_real", "log_prob_of", "observed_mask", "rewrap", "unwrap"]
+__all__ = ["is_positive", "is_real", "log_prob_of", "observed_mask", "rewrap", "unwrap"]
 
 
 def unwrap(fn: dist.Distribution) -> dist.Distribution:
@@ -24,6 +26,14 @@ def is_real(support: Any) -> bool:
     while isinstance(support, type(constraints.independent(constraints.real, 1))):
         support = support.base_constraint
     return support is constraints.real
+
+
+def is_positive(support: Any) -> bool:
+    """Whether a support is one of numbers above zero, or above a bound that is at least zero and no tracer."""
+    while hasattr(support, "base_constraint"):  # of an event
+        support = support.base_constraint
+    lowest = getattr(support, "lower_bound", None)
+    return lowest is not None and not isinstance(lowest, Tracer) and bool(np.all(np.asarray(lowest) >= 0.0))
 
 
 def rewrap(fn: dist.Distribution, replace: Callable[[Any, tuple[int, ...]], dist.Distribution]) -> dist.Distribution:

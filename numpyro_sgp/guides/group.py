@@ -10,12 +10,10 @@ from typing import Any
 
 import jax
 from jax import Array
-from jax.core import Tracer
 import jax.numpy as jnp
-import numpy as np
 from numpyro import distributions as dist
 
-from numpyro_sgp._internal.predictors import Program, traced
+from numpyro_sgp._internal.predictors import Program, Scale, traced
 from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
 from numpyro_sgp.distributions.traces import Trace, scaled_log_prob
 from numpyro_sgp.distributions.wrappers import unwrap
@@ -37,8 +35,8 @@ class Group:
         sites: the GP sites.
         latents: the other latents, in the order of the model.
         gaussian: those of them whose prior is jointly Gaussian where they are unconstrained, given the hyperparameters.
-        scaled: those that the model multiplies by another latent, each with that scale. Their product is the member, as
-            if the effects had been written centred, and the scale is left to the base guide.
+        scaled: those that the model multiplies by other latents, each with these scales. The product is the member, as
+            if the effects had been written centred, and the scales are left to the base guide.
         effects: the one of the latents of which each row of the data looks at one number, with a block of its own.
         coupled: terms that depend on several rows of a GP site at once, each with that site.
         means: the sites whose prior means depend on the latents.
@@ -47,7 +45,7 @@ class Group:
     sites: tuple[str, ...]
     latents: tuple[str, ...]
     gaussian: tuple[str, ...]
-    scaled: tuple[tuple[str, str], ...] = ()
+    scaled: tuple[tuple[str, tuple[Scale, ...]], ...] = ()
     effects: str | None = None
     coupled: tuple[tuple[str, str], ...] = ()
     means: tuple[str, ...] = ()
@@ -94,13 +92,23 @@ def program_of(model: Callable[[], Any], trace: Trace, gps: list[str], latents: 
 def group_of(
     program: Program,
     depends: Mapping[str, frozenset[str]],
-    trace: Trace,
     sites: list[str],
     found: set[str],
     inside: list[str],
     latents: list[str],
+    positive: list[str],
 ) -> Group:
-    """Adds the latents that the prior means of others are made of, as the mean of group effects."""
+    """GP sites and latents, with those that the prior means of others are made of, as the mean of group effects.
+
+    Args:
+        program: of the model.
+        depends: what its outputs depend on.
+        sites: the GP sites.
+        found: the latents that meet them in terms.
+        inside: the latents that may be members.
+        latents: all of them, in the order of the model.
+        positive: those that may be scales of members.
+    """
     while True:
         parents = {
             parent
@@ -115,8 +123,8 @@ def group_of(
     gaussian = [name for name in names if _is_gaussian(program, name, names)]
     while closed := [name for name in gaussian if (depends[f"prior {name}"] & found) - set(gaussian)]:
         gaussian = [name for name in gaussian if name not in closed]
-    scaled = _scaled(program, names, gaussian, [name for name in names if _is_positive(trace[name]["fn"].support)])
-    left = {scale for _, scale in scaled}
+    scaled = _scaled(program, names, gaussian, positive)
+    left = {scale.name for _, scales in scaled for scale in scales}
     names, gaussian = ([name for name in each if name not in left] for each in (names, gaussian))
     means = tuple(site for site in sites if depends[f"gp {site} 1"].intersection(names))
     return Group(tuple(sites), tuple(names), tuple(gaussian), scaled, means=means)
@@ -155,30 +163,19 @@ def effects_of(program: Program, depends: Mapping[str, frozenset[str]], trace: T
     return None
 
 
-def _is_positive(support: Any) -> bool:
-    while hasattr(support, "base_constraint"):  # of an event
-        support = support.base_constraint
-    lowest = getattr(support, "lower_bound", None)
-    return lowest is not None and not isinstance(lowest, Tracer) and bool(np.all(np.asarray(lowest) >= 0.0))
-
-
 def _scaled(
     program: Program, names: list[str], gaussian: list[str], positive: list[str]
-) -> tuple[tuple[str, str], ...]:
-    """The Gaussian latents that all terms know times a positive one only, where no term knows that one otherwise."""
+) -> tuple[tuple[str, tuple[Scale, ...]], ...]:
+    """The Gaussian latents that all terms know times positive ones only, where no term knows these otherwise."""
     terms = [output for output in program.outputs if output.startswith("term ")]
-    values = {program.origin(program.outputs[f"value {name}"]): name for name in names}
-    found = {}
-    for name in gaussian:
-        factor, products = program.factor(name, terms)
-        scale = None if factor is None else values.get(factor)
-        if scale in positive and scale != name:
-            found[name] = scale, products
+    values = {program.origin(program.outputs[f"value {name}"]): name for name in positive}
+    found = {name: program.scales(name, values, terms) for name in gaussian if name not in positive}
+    found = {name: each for name, each in found.items() if each[0]}
     known = program.depends_given({number: frozenset({name}) for name, each in found.items() for number in each[1]})
     seen = frozenset().union(*(known[term] for term in terms)) | frozenset(
         parent for name in names for parent in program.depends[program.outputs[f"prior {name}"]] - {name}
     )
-    return tuple((name, scale) for name, (scale, _) in found.items() if scale not in seen)
+    return tuple((name, scales) for name, (scales, _) in found.items() if seen.isdisjoint(each.name for each in scales))
 
 
 def _is_gaussian(program: Program, name: str, variable: list[str]) -> bool:

@@ -6,6 +6,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 import dataclasses
+import functools
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -77,9 +78,10 @@ class AbstractJointRun(ABC):
     def __init__(self, group: Group, trace: Trace, model: Callable[[], Any]) -> None:
         self.group = group
         self.transforms = transforms_of(trace, group.latents)
-        # From the product with its scale back to the latent.
-        for name, scale in group.scaled:
-            self.transforms[name] = AffineTransform(0.0, 1.0 / jnp.reshape(trace[scale]["value"], ()))
+        # From the product with its scales back to the latent.
+        for name, scales in group.scaled:
+            powers = [jnp.reshape(trace[each.name]["value"], each.shape) ** -each.power for each in scales]
+            self.transforms[name] = AffineTransform(0.0, functools.reduce(jnp.multiply, powers))
         shapes = {name: jnp.shape(self.transforms[name].inv(trace[name]["value"])) for name in group.dense}
         ends = np.cumsum([0, *(int(np.prod(shape, dtype=int)) for shape in shapes.values())])
         spans = zip(shapes.items(), ends[:-1].tolist(), ends[1:].tolist(), strict=True)
