@@ -84,6 +84,9 @@ FORMS = {
         lambda: numpyro.sample("m", dist.Normal(x, 0.2), obs=np.nan_to_num(MISSING))
     )(),
     "obs_mask": lambda x: numpyro.sample("m", dist.Normal(x, 0.2), obs=MISSING, obs_mask=ROWS >= 5),
+    "a mask in an event": lambda x: numpyro.sample(
+        "m", dist.Normal(x, 0.2).mask(ROWS >= 5).to_event(1), obs=np.where(ROWS >= 5, MEASURED, -999.0)
+    ),
     "some rows, turned": lambda x: numpyro.sample("m", dist.Normal(x[:4:-1], 0.2), obs=MEASURED[:4:-1]),
     "an index": lambda x: numpyro.sample("m", dist.Normal(x[ROWS[5:]], 0.2), obs=MEASURED[5:]),
     "two of each": lambda x: numpyro.sample(

@@ -62,6 +62,19 @@ def masked():
         observed(f, NOISE)
 
 
+def masked_in_an_event():
+    numpyro.sample("y", dist.Normal(site(), NOISE).mask(KEPT).to_event(1), obs=np.where(KEPT, Y, np.nan))
+
+
+def weighted(weight):
+    def model(size=N):
+        f = site()
+        with numpyro.plate("data", size, subsample_size=N), handlers.scale(scale=weight):
+            observed(f, NOISE)
+
+    return model
+
+
 def log_normal():
     numpyro.sample("y", dist.LogNormal(site(), NOISE).to_event(1), obs=np.exp(Y))
 
@@ -93,6 +106,11 @@ GAUSSIAN = {
     "scaled and shifted": (scaled_and_shifted, 4.0 * REST / EACH**4, 1.0),
     "a subsample": (a_subsample, REST / NOISE**2, 5.0),
     "masked": (masked, REST / NOISE**2, 1.0 * KEPT),
+    "masked in an event": (masked_in_an_event, REST / NOISE**2, 1.0 * KEPT),
+    "weights below one": (weighted(0.25), 0.25 * REST / NOISE**2, 1.0),
+    "weights above one": (weighted(3.0), REST / NOISE**2, 3.0),
+    "a weighted subsample": (lambda: weighted(0.25)(5 * N), 0.25 * REST / NOISE**2, 5.0),
+    "a model that is scaled": (handlers.scale(plain, scale=0.25), REST / NOISE**2, 0.25),
     "log-normal": (log_normal, REST / NOISE**2, 1.0),
     "the same rows": (the_same_rows, REST[ROWS] / 0.2**2, 1.0),
     "two terms": (two_terms, np.array([REST / NOISE**2, 4.0 * REST / EACH**2]), 1.0),
@@ -250,6 +268,40 @@ def test_it_is_between_the_looser_bound_and_the_evidence(seed):
     K = PRIOR.Kff[np.ix_(ROWS, ROWS)] * np.outer(slope, slope)
     evidence = oracles.gaussian_log_density(y, slope * MEAN, K + np.diag(noise**2))
     assert ends[0] < ends[1] < evidence
+
+
+def test_a_weighted_likelihood_is_between_the_looser_bound_and_the_weighted_evidence():
+    weight, noise, y = 0.1, 0.05, np.full(N, MEAN)
+
+    def model():
+        f = site()
+        with handlers.scale(scale=weight):
+            observed(f, noise, y=y)
+
+    ends = []
+    for loss in (LOOSE, TIGHT):
+        svi = SVI(model, guide_of("natural", model), sgp.NaturalGradient(1.0, optax.set_to_zero()), loss)
+        ends.append(-svi.run(jax.random.key(0), 3, progress_bar=False).losses[-1])
+    # N(y | f, σ²)^w is N(y | f, σ²/w) times a constant.
+    constant = N * 0.5 * np.log(2.0 * np.pi * noise**2 * (2.0 * np.pi * noise**2) ** -weight / weight)
+    evidence = constant + oracles.gaussian_log_density(y, y, PRIOR.Kff + noise**2 / weight * np.eye(N))
+    assert ends[0] < ends[1] < evidence
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("weight", [0.25, 3.0])
+def test_a_joint_posterior_gains_by_weights_what_another_one_does(weight):
+    def model():
+        f = site()
+        level = numpyro.sample("level", dist.Normal(0.0, 2.0))
+        with numpyro.plate("data", 5 * N, subsample_size=N), handlers.scale(scale=weight):
+            observed(f + level, NOISE)
+
+    guide = GUIDES["tied"](model, Z)
+    params = SVI(model, guide, sgp.NaturalGradient(), TIGHT).run(jax.random.key(0), 3, progress_bar=False).params
+    loose, tight = both(model, guide, params)
+    x = min(weight, 1.0) * REST / NOISE**2
+    assert_allclose(tight - loose, 2.5 * max(weight, 1.0) * np.sum(x - np.log(1.0 + x)), rtol=1e-9)
 
 
 @pytest.mark.thorough

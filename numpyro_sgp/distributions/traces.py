@@ -9,9 +9,18 @@ import numpy as np
 from numpyro.distributions.util import scale_and_mask
 
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
-from numpyro_sgp.distributions.wrappers import observed_mask, unwrap
+from numpyro_sgp.distributions.wrappers import entry_mask, unwrap
 
-__all__ = ["Trace", "check_kept", "check_outcomes", "entry_weights", "posteriors_of", "sample_sites", "scaled_log_prob"]
+__all__ = [
+    "Trace",
+    "check_kept",
+    "check_outcomes",
+    "entry_weights",
+    "posteriors_of",
+    "rows_of_each",
+    "sample_sites",
+    "scaled_log_prob",
+]
 
 Trace = dict[str, dict[str, Any]]
 
@@ -39,9 +48,14 @@ def scaled_log_prob(site: dict[str, Any]) -> Array:
 def entry_weights(site: Mapping[str, Any]) -> Array:
     """How often each entry of a site counts: what its log density is scaled by, 0 where it is masked."""
     fn = site["fn"]
-    counts = jnp.broadcast_to(observed_mask(fn), fn.batch_shape).astype(jnp.result_type(float))
-    weights = jnp.asarray(scale_and_mask(counts, site["scale"]))
-    return weights.reshape(*weights.shape, *(1,) * fn.event_dim)
+    weights = jnp.asarray(scale_and_mask(jnp.ones(fn.batch_shape), site["scale"]))
+    return weights.reshape(*weights.shape, *(1,) * fn.event_dim) * entry_mask(fn)
+
+
+def rows_of_each(trace: Trace, name: str) -> float:
+    """How many rows of all data each row of a site stands for: N/B in the plates that hold a minibatch."""
+    plates = [trace[frame.name]["args"] for frame in trace[name]["cond_indep_stack"] if frame.name in trace]
+    return float(np.prod([size / (size if subsample is None else subsample) for size, subsample in plates]))
 
 
 def check_kept(sites: Iterable[str], guide: Any, loss: str) -> None:

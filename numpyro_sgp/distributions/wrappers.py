@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 from numpyro.distributions import constraints
 from numpyro.distributions.distribution import ExpandedDistribution, Independent, MaskedDistribution
 
-__all__ = ["is_positive", "is_real", "log_prob_of", "observed_mask", "rewrap", "unwrap"]
+__all__ = ["entry_mask", "is_positive", "is_real", "log_prob_of", "observed_mask", "rewrap", "unwrap"]
 
 
 def unwrap(fn: dist.Distribution) -> dist.Distribution:
@@ -60,10 +60,17 @@ def log_prob_of(fn: dist.Distribution, value: Array) -> Array:
 
 
 def observed_mask(fn: dist.Distribution) -> Array:
-    """Which entries of a site's log density count: an array that broadcasts to the batch shape of `fn`."""
+    """Which log densities of a site count: an array that broadcasts to the batch shape of `fn`."""
+    mask = entry_mask(fn)
+    axes = tuple(range(-min(fn.event_dim, mask.ndim), 0))
+    return jnp.any(mask, axis=axes) if axes else mask
+
+
+def entry_mask(fn: dist.Distribution) -> Array:
+    """Which entries of a site's value count: an array that broadcasts to the shape of `fn`, events included."""
     if isinstance(fn, MaskedDistribution):
-        return jnp.logical_and(jnp.asarray(fn._mask), observed_mask(fn.base_dist))
-    if isinstance(fn, Independent):
-        inner = jnp.broadcast_to(observed_mask(fn.base_dist), fn.base_dist.batch_shape)
-        return jnp.any(inner, axis=tuple(range(-fn.reinterpreted_batch_ndims, 0)))
-    return observed_mask(fn.base_dist) if isinstance(fn, ExpandedDistribution) else jnp.asarray(True)
+        mask = jnp.asarray(fn._mask)
+        return jnp.logical_and(mask.reshape(*mask.shape, *(1,) * fn.event_dim), entry_mask(fn.base_dist))
+    if isinstance(fn, ExpandedDistribution | Independent):
+        return entry_mask(fn.base_dist)
+    return jnp.asarray(True)

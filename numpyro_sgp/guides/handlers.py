@@ -17,7 +17,7 @@ from numpyro.primitives import Messenger, apply_stack
 
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
-from numpyro_sgp.distributions.wrappers import observed_mask, rewrap, unwrap
+from numpyro_sgp.distributions.wrappers import entry_mask, rewrap, unwrap
 
 __all__ = [
     "GivenDeviations",
@@ -377,12 +377,11 @@ def is_missing_outcome(name: str, outcomes: Collection[str]) -> bool:
 def _check_numbers(msg: dict) -> None:
     """Raise at an outcome that is not a number and counts."""
     value, fn = msg["value"], msg["fn"]
-    mask = observed_mask(fn)
+    mask = entry_mask(fn)
     if isinstance(value, Tracer) or isinstance(mask, Tracer) or not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
         return
-    missing = np.isnan(np.asarray(value))
-    missing = missing.any(axis=tuple(range(missing.ndim - fn.event_dim, missing.ndim)))
-    count = int(np.sum(missing & np.asarray(mask)))
+    missing = np.isnan(np.asarray(value)) & np.asarray(mask)
+    count = int(np.sum(missing.any(axis=tuple(range(missing.ndim - fn.event_dim, missing.ndim)))))
     if count:
         message = (
             f"The outcomes of {msg['name']!r} have {count} entries that are NaN, and the loss would be NaN, too. Leave "

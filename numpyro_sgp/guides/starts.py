@@ -22,7 +22,7 @@ from numpyro.infer.initialization import init_to_uniform
 from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp._internal.predictors import traced
 from numpyro_sgp.distributions.traces import Trace
-from numpyro_sgp.distributions.wrappers import is_real, observed_mask, unwrap
+from numpyro_sgp.distributions.wrappers import entry_mask, is_real, unwrap
 from numpyro_sgp.guides.handlers import GivenGaussianProcesses, UnchangedState
 from numpyro_sgp.guides.model_runs import again, first_run
 
@@ -234,12 +234,9 @@ def _measurement(site: dict[str, Any]) -> tuple[Array, Array] | None:
         fn = unwrap(fn.base_dist)
     if "loc" not in fn.arg_constraints or not is_real(fn.support):
         return None
-    batch_shape = site["fn"].batch_shape
-    counts = jnp.broadcast_to(observed_mask(site["fn"]), batch_shape)
-    counts = counts.reshape(*batch_shape, *(1,) * site["fn"].event_dim)
     try:
         shape = np.broadcast_shapes(value.shape, site["fn"].shape())
     except ValueError:
         return None  # the density says so itself
     value = jnp.broadcast_to(value, shape)
-    return value, counts & jnp.isfinite(value)
+    return value, entry_mask(site["fn"]) & jnp.isfinite(value)

@@ -63,6 +63,7 @@ class JointExpectation:
         observed: whether the terms of observed sites count.
         latent: whether the divergence, and the terms of latents, count.
         bound: "tight", or "titsias" without the gain of Gaussian terms.
+        scale: the factor that the divergence has in the loss; None for 1.
     """
 
     def __init__(
@@ -78,9 +79,10 @@ class JointExpectation:
         observed: bool = True,
         latent: bool = True,
         bound: str = "tight",
+        scale: ArrayLike | None = None,
     ) -> None:
         self.run, self.num_nodes, self.num_samples, self.rng_key = run, num_nodes, num_samples, rng_key
-        self.latent = latent
+        self.latent, self.scale = latent, scale
         group, latents = run.group, run.group.latents
         own = [name for name in latents if name not in group.gaussian]
 
@@ -95,7 +97,7 @@ class JointExpectation:
                 counts = observed if site["is_observed"] else latent
                 if counts and name not in (*group.sites, *latents) and not is_missing_outcome(name, outcomes):
                     result[name] = scaled_log_prob(site) if site["is_observed"] else latent_term(trace, name)
-                    gaussian = gaussian_of(site) if bound == "tight" else None
+                    gaussian = gaussian_of(trace, name) if bound == "tight" else None
                     if gaussian is not None:
                         result.update(zip(_parts_of(name), gaussian, strict=True))
             return {name: jnp.asarray(value) for name, value in result.items()}
@@ -113,12 +115,8 @@ class JointExpectation:
         ]
         self.own = own
 
-    def value(self, scale: ArrayLike | None) -> Array:
-        """Σ E[log p(term)] + E[log p(w) − log r(w)] − KL(q(z) ‖ p(u) r(w)), r being the prior's stand-in.
-
-        Args:
-            scale: the factor that the divergence has in the loss; None for 1.
-        """
+    def value(self) -> Array:
+        """Σ E[log p(term)] + E[log p(w) − log r(w)] − KL(q(z) ‖ p(u) r(w)), r being the prior's stand-in."""
         run = self.run
         gaussian = run.gaussian
         terms = [self.terms.term(name) for name in self.names]
@@ -138,7 +136,7 @@ class JointExpectation:
             # (Without the floor that the variances of predictors have: what it takes back is in the terms, too.)
             variance = gaussian.covariance(own, own, jnp.diagonal(gaussian.root @ gaussian.root.T)[index])
             result = result - expected_reference(gaussian.offset[index] + own.mean, variance)
-        result = jnp.asarray(result if scale is None else scale * result)
+        result = jnp.asarray(result if self.scale is None else self.scale * result)
         for number, term in enumerate(terms):
             key = jax.random.fold_in(self.rng_key, number)
             result = result + self._integrate(term, known[number], latents, key, tight=term.name in tight)
@@ -229,12 +227,12 @@ class JointExpectation:
         # An entry depends on one row of the predictor.
         along = [jax.jvp(loc, (predictor.value,), (t,))[1] for t in (jnp.ones_like(rest), jnp.maximum(rest, 0.0))]
         gaussian = Gaussian(*program.evaluate(numbers, inputs, {root.number: predictor.value}))
-        return gain_of_entries(along[0] * along[1], gaussian)
+        return gain_of_entries(along[0] * along[1], gaussian, self.scale)
 
 
-def _parts_of(term: str) -> tuple[str, str, str]:
+def _parts_of(term: str) -> tuple[str, ...]:
     """Names of what describes the Gaussian likelihood of a term."""
-    return f"{term}/loc", f"{term}/scale", f"{term}/weight"
+    return tuple(f"{term}/{part}" for part in Gaussian._fields)
 
 
 def _sampled(term: Term, count: int, num_samples: int) -> str:

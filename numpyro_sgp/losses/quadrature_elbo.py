@@ -275,6 +275,7 @@ class Particle:
                 observed=self.observed,
                 latent=self.latent,
                 bound=self.loss.bound,
+                scale=guide_trace[run.group.sites[0]]["scale"],
             )
             for number, run in enumerate(_joint_runs(posteriors), 1)
         ]
@@ -320,7 +321,7 @@ class Particle:
         at_sample = terms(model_trace)
         elbo = 0.0  # without a dtype of its own, so that a float32 model has a float32 loss under x64
         for each in joint:
-            elbo = elbo + each.value(guide_trace[each.run.group.sites[0]]["scale"])
+            elbo = elbo + each.value()
         for name in sites if self.latent else ():
             elbo = elbo - jnp.sum(
                 scale_and_mask(
@@ -343,7 +344,9 @@ class Particle:
                 continue
             elbo = elbo + self.integrate(rule, free, terms, model_at, jax.random.fold_in(self.noise_key, index))
         if free and self.loss.bound == "tight":
-            elbo = elbo + gain(free, model_trace, tuple(at_sample), model_at)
+            elbo = elbo + gain(
+                free, {name: guide_trace[name]["scale"] for name in free}, model_trace, tuple(at_sample), model_at
+            )
         mutable_state = {**_mutable(guide_trace), **_mutable(model_trace)}
         return jnp.asarray(elbo), mutable_state or None
 

@@ -3,19 +3,24 @@
 Let d be what u leaves unexplained of the variance of a Gaussian's mean, and σ² the Gaussian's own variance. With
 q(f | u) = p(f | u) an entry of the likelihood loses ½ x, x = d/σ². With the best q(f | u) = N(E[f | u], R V Rᵀ), where
 R Rᵀ = Cov(f | u) and V is diagonal, it loses ½ log(1 + x): the bound is higher by ½ [x − log(1 + x)] for each entry.
+
+Where the log density counts w times, and the divergence of f once, the gain is ½ [w x − log(1 + w x)]. For w > 1 the
+gain here is w times that of w = 1, which is less: a weight may stand for rows that are not in the batch.
 """
 
 from collections.abc import Callable, Mapping
+import functools
 from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 import numpyro.distributions as dist
 
 from numpyro_sgp._internal.curvature import Shape, shapes_of
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
-from numpyro_sgp.distributions.traces import Trace, entry_weights, scaled_log_prob
+from numpyro_sgp.distributions.traces import Trace, entry_weights, rows_of_each, scaled_log_prob
 from numpyro_sgp.distributions.wrappers import unwrap
 from numpyro_sgp.features.expanded import is_finite_rank
 
@@ -28,34 +33,41 @@ class Gaussian(NamedTuple):
     Attributes:
         loc: means of the entries.
         scale: their standard deviations.
-        weight: how often each counts: the scale of a subsample, 0 where it is masked.
+        weight: how often each counts beside the rows that it stands for, 0 where it is masked.
+        rows: how many rows of all data each stands for, N/B in the plates of minibatches.
     """
 
     loc: Array
     scale: Array
     weight: Array
+    rows: Array
 
 
-def gaussian_of(site: Mapping[str, Any]) -> Gaussian | None:
-    """The Gaussian likelihood of an observed site; None where it has another."""
+def gaussian_of(trace: Trace, name: str) -> Gaussian | None:
+    """The Gaussian likelihood of an observed site of a model; None where it has another."""
+    site = trace[name]
     fn: Any = unwrap(site["fn"])
     fn = fn.base_dist if isinstance(fn, dist.LogNormal) else fn
     if not (site["is_observed"] and isinstance(fn, dist.Normal)):
         return None
     shape = jnp.broadcast_shapes(jnp.shape(site["value"]), site["fn"].shape())
-    parts: tuple[Any, ...] = fn.loc, fn.scale, entry_weights(site).astype(jnp.result_type(fn.loc, fn.scale))
+    dtype, rows = jnp.result_type(fn.loc, fn.scale), rows_of_each(trace, name)
+    parts: tuple[Any, ...] = fn.loc, fn.scale, (entry_weights(site) / rows).astype(dtype), jnp.asarray(rows, dtype)
     return Gaussian(*(jnp.broadcast_to(each, shape) for each in parts))
 
 
-def gain_of_entries(variance: Array, gaussian: Gaussian) -> Array:
+def gain_of_entries(variance: Array, gaussian: Gaussian, scale: ArrayLike | None) -> Array:
     """Σ of the gains.
 
     Args:
         variance: of the means, what u leaves unexplained.
         gaussian: the likelihood.
+        scale: the factor of the divergence of f in the loss; None for 1.
     """
-    x = variance / gaussian.scale**2
-    return 0.5 * jnp.sum(gaussian.weight * (x - jnp.log1p(x)))
+    of_f = 1.0 if scale is None else scale
+    x, weight = variance / gaussian.scale**2, gaussian.weight / of_f
+    lost = jnp.maximum(weight, 1.0) * jnp.log1p(jnp.minimum(weight, 1.0) * x)
+    return 0.5 * of_f * jnp.sum(gaussian.rows * (weight * x - lost))
 
 
 def unexplained(q: SparsePosterior) -> Array | None:
@@ -71,6 +83,7 @@ def unexplained(q: SparsePosterior) -> Array | None:
 
 def gain(
     posteriors: Mapping[str, SparsePosterior],
+    scales: Mapping[str, ArrayLike | None],
     model_trace: Trace,
     names: tuple[str, ...],
     model_at: Callable[[Mapping[str, Array]], Trace],
@@ -81,18 +94,19 @@ def gain(
 
     Args:
         posteriors: of these GP sites.
+        scales: the factors that their divergences have in the loss; None for 1.
         model_trace: a run of the model.
         names: the sites that have terms.
         model_at: the run of the model at values of GP sites.
     """
     variances = {name: each for name, q in posteriors.items() if (each := unexplained(q)) is not None}
-    if not variances or all(gaussian_of(model_trace[name]) is None for name in names):
+    if not variances or all(gaussian_of(model_trace, name) is None for name in names):
         return 0.0
     means = {name: q.mean for name, q in posteriors.items()}
 
     def described(values: Mapping[str, Array]) -> dict[str, Any]:
         trace = model_at(values)
-        return {name: (jnp.sum(scaled_log_prob(trace[name])), gaussian_of(trace[name])) for name in names}
+        return {name: (jnp.sum(scaled_log_prob(trace[name])), gaussian_of(trace, name)) for name in names}
 
     def shapes(chosen: Mapping[str, Array]) -> dict[str, Any]:
         """How each term depends on some GP sites."""
@@ -119,7 +133,7 @@ def gain(
 
     def locs(values: Mapping[str, Array]) -> dict[str, Array]:
         trace = model_at({**means, **values})
-        return {name: _loc(trace[name]) for name in chosen}
+        return {name: _loc(trace, name) for name in chosen}
 
     dtype = next(iter(means.values())).dtype
     spread = dict.fromkeys(chosen, jnp.zeros((), dtype))
@@ -138,14 +152,17 @@ def gain(
     found = model_at(means)
     total = jnp.zeros((), dtype)
     for name in chosen:
-        gaussian = gaussian_of(found[name])
+        gaussian = gaussian_of(found, name)
         assert gaussian is not None
-        total = total + gain_of_entries(spread[name], gaussian)
+        # (Of several sites the largest: with it the gain is least.)
+        factors = [1.0 if scales[site] is None else jnp.max(jnp.asarray(scales[site])) for site in depends[name]]
+        scale = jnp.asarray(functools.reduce(jnp.maximum, factors), dtype)
+        total = total + gain_of_entries(spread[name], gaussian, scale)
     return total
 
 
-def _loc(site: Mapping[str, Any]) -> Array:
-    gaussian = gaussian_of(site)
+def _loc(trace: Trace, name: str) -> Array:
+    gaussian = gaussian_of(trace, name)
     assert gaussian is not None
     return gaussian.loc
 
@@ -155,4 +172,4 @@ def _is_gaussian(shapes: Gaussian | None) -> bool:
     if shapes is None:
         return False
     affine = shapes.loc in (Shape.CONSTANT, Shape.AFFINE)
-    return affine and shapes.scale is shapes.weight is Shape.CONSTANT
+    return affine and shapes.scale is shapes.weight is shapes.rows is Shape.CONSTANT

@@ -14,6 +14,7 @@ from numpyro.infer import SVI
 
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_regression import SparseGPRegression
+from numpyro_sgp.distributions.traces import Trace
 from numpyro_sgp.distributions.wrappers import unwrap
 from numpyro_sgp.losses.tight import gaussian_of
 from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
@@ -128,21 +129,23 @@ def evidence_of(
     if prior.batch_shape or N**2 > _MOST_ENTRIES:
         return None
 
-    def observed(f: Array) -> list[Any]:
+    def run(f: Array) -> Trace:
         given = handlers.substitute(handlers.seed(model, jax.random.key(0)), data={**values, site: f})
-        trace = handlers.trace(given).get_trace(*args, **kwargs)
-        return [found for found in trace.values() if found["type"] == "sample" and found["is_observed"]]
+        return handlers.trace(given).get_trace(*args, **kwargs)
 
     zero = jnp.zeros(N, prior.X.dtype)
     other = jax.random.normal(jax.random.key(0), (N,), zero.dtype)
-    first, second = observed(zero), observed(other)
-    if len(first) != 1 or not isinstance(unwrap(first[0]["fn"]), dist.Normal):
+    first, second = run(zero), run(other)
+    observed = [name for name, found in first.items() if found["type"] == "sample" and found["is_observed"]]
+    if len(observed) != 1 or not isinstance(unwrap(first[observed[0]]["fn"]), dist.Normal):
         return None
-    at_zero, at_other = (gaussian_of(found[0]) for found in (first, second))
+    at_zero, at_other = (gaussian_of(trace, observed[0]) for trace in (first, second))
     if at_zero is None or at_other is None or at_zero.loc.shape != (N,):
         return None
     same = np.allclose(at_other.loc - at_zero.loc, other, rtol=1e-4, atol=1e-4)
-    if not (same and np.array_equal(at_zero.scale, at_other.scale) and bool(jnp.all(at_zero.weight == 1.0))):
+    if not (
+        same and np.array_equal(at_zero.scale, at_other.scale) and bool(jnp.all(at_zero.weight * at_zero.rows == 1.0))
+    ):
         return None
     mean = prior.prior_mean + at_zero.loc
 
@@ -154,6 +157,6 @@ def evidence_of(
         regression = SparseGPRegression(kernel, X, inducing, scale, mean, jitter=prior.jitter)
         return regression.log_prob(y), regression.upper_bound(y, num_iterations=_ITERATIONS)
 
-    y = jnp.asarray(first[0]["value"])
+    y = jnp.asarray(first[observed[0]]["value"])
     lower, upper = bounds(prior.kernel, prior.X, inducing, at_zero.scale, mean, y)
     return Evidence(float(lower), float(upper))
