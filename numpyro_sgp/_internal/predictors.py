@@ -180,7 +180,7 @@ class Program:
             return None
         equation, operands, _ = made_by[number]
         kind = linear_name(equation)
-        power = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}.get(kind, equation.params.get("y"))
+        power = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}.get(kind, equation.params.get("y", 1.0))
         of_operands = [self._factors(operand, among, made_by) for operand in operands]
         if kind in ("mul", "div") and None not in of_operands:
             first, second = (cast(Scales, each) for each in of_operands)

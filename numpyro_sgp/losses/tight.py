@@ -67,7 +67,7 @@ def gain_of_entries(variance: Array, gaussian: Gaussian, scale: ArrayLike | None
     of_f = 1.0 if scale is None else scale
     x, weight = variance / gaussian.scale**2, gaussian.weight / of_f
     lost = jnp.maximum(weight, 1.0) * jnp.log1p(jnp.minimum(weight, 1.0) * x)
-    return 0.5 * of_f * jnp.sum(gaussian.rows * (weight * x - lost))
+    return jnp.asarray(0.5 * of_f * jnp.sum(gaussian.rows * (weight * x - lost)))
 
 
 def unexplained(q: SparsePosterior) -> Array | None:
