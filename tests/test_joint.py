@@ -646,6 +646,44 @@ def test_a_scale_that_terms_know_otherwise_stays_a_member(kind):
     assert group.scaled == ()
 
 
+def of_classes(written):
+    """Three classes, the last of which has the logit zero."""
+
+    def model():
+        f, g = numpyro.sample("f", gp(KERNEL)), numpyro.sample("g", gp(SE(2.0)))
+        with numpyro.plate("data", N):
+            written(f, g)
+
+    return model
+
+
+def with_a_reference_class(f, g):
+    numpyro.sample("y", dist.Categorical(logits=jnp.stack([f, g, jnp.zeros_like(f)], axis=-1)), obs=GROUP)
+
+
+def of_two_predictors(f, g):
+    chosen = jnp.where(GROUP == 0, f, jnp.where(GROUP == 1, g, 0.0))
+    numpyro.factor("y", chosen - jnp.log(1.0 + jnp.exp(f) + jnp.exp(g)))
+
+
+@pytest.mark.thorough
+def test_a_reference_class_has_a_predictor_without_variance():
+    exact, guide = of_classes(of_two_predictors), sgp.AutoTSVGP(of_classes(of_two_predictors), Z)
+    params = (
+        SVI(exact, guide, sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
+        .run(jax.random.key(0), 20, progress_bar=False)
+        .params
+    )
+    wanted = sgp.QuadratureELBO().loss(jax.random.key(1), params, exact, guide)
+    model, loss = of_classes(with_a_reference_class), sgp.QuadratureELBO(num_samples=4000)
+    other = sgp.AutoTSVGP(model, Z)
+    np.testing.assert_allclose(loss.loss(jax.random.key(1), params, model, other), wanted, rtol=1e-3)
+    result = SVI(model, other, sgp.NaturalGradient(0.5), sgp.QuadratureELBO()).run(
+        jax.random.key(0), 20, progress_bar=False
+    )
+    assert int(sgp.num_refused(result.state)) == 0
+
+
 # Which latents are members.
 
 

@@ -28,6 +28,10 @@ _LINEAR_TOGETHER = ADDS | {"concatenate", "stack"}
 _LINEAR_IN_FIRST = (MOVES - _KEEPS) | MOVES_FIRST | {"cumsum", "reduce_sum"}
 # With one operand that depends on inputs, each number of the result is one of that operand's.
 _COPIES = (_KEEPS - {"neg"}) | (MOVES - {"optimization_barrier"}) | MOVES_FIRST
+# Powers of a positive operand; that of "integer_pow" is one of its parameters.
+_POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0, "integer_pow": None}
+# Products, up to a constant, where the operands are.
+_FACTORS = {"mul", "div"} | _POWERS.keys() | (_KEEPS - {"neg"})
 _INLINED = {"closed_call", "core_call", "jit", "pjit"}
 
 
@@ -176,24 +180,21 @@ class Program:
             return (Scale(among[number], () if np.prod(shape) == 1 else shape, 1.0),)
         if not self.depends[number]:
             return ()
-        if number not in made_by:
+        if number not in made_by or linear_name(made_by[number].equation) not in _FACTORS:
             return None
         equation, operands, _ = made_by[number]
         kind = linear_name(equation)
-        power = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}.get(kind, equation.params.get("y", 1.0))
         of_operands = [self._factors(operand, among, made_by) for operand in operands]
-        if kind in ("mul", "div") and None not in of_operands:
-            first, second = (cast(Scales, each) for each in of_operands)
-            return first + (second if kind == "mul" else _inverse(second))
-        (found, *_) = of_operands
-        if found is None:
+        if None in of_operands:
             return None
-        if kind in ("sqrt", "rsqrt", "square", "integer_pow"):
+        found, *others = cast(list[Scales], of_operands)
+        if others:
+            return found + (others[0] if kind == "mul" else _inverse(others[0]))
+        if kind in _POWERS:
+            power = equation.params["y"] if kind == "integer_pow" else _POWERS[kind]
             return tuple(each.to_the(power) for each in found)
-        if kind in _KEEPS - {"neg"}:
-            moved = [each.moved(equation, self.shapes[operands[0]], self.shapes[number]) for each in found]
-            return None if None in moved else tuple(cast(Scales, moved))
-        return None
+        moved = [each.moved(equation, self.shapes[operands[0]], self.shapes[number]) for each in found]
+        return None if None in moved else tuple(cast(Scales, moved))
 
     def origin(self, number: int) -> int:
         """The variable that another one is a copy of in another shape."""

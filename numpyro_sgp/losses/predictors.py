@@ -76,7 +76,9 @@ def _displacements(given: Conditional, num_nodes: int, num_samples: int, rng_key
         rest = covariance[..., 1, 1] - slope * slope
         second = standard_deviation(jnp.maximum(rest, 0.0))
         return jnp.stack(jnp.broadcast_arrays(first * x, slope * x + second * y), axis=-1), weights
-    jitter = 10.0 * F * jnp.finfo(dtype).eps * given.scale
+    # (A predictor without variance, as the logit of a reference class, has a small part of the others' jitter.)
+    eps, largest = jnp.finfo(dtype).eps, jnp.max(given.scale, axis=-1, keepdims=True)
+    jitter = 10.0 * F * eps * jnp.maximum(given.scale, eps * jnp.where(largest > 0.0, largest, 1.0))
     L = cholesky(covariance + jitter[..., None] * jnp.eye(F, dtype=dtype))
     shape = (num_samples // 2, *((1,) * ndim if given.num_shared else covariance.shape[:-2]), F)
     half = jax.random.normal(rng_key, shape, dtype)
