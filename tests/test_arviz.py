@@ -170,6 +170,7 @@ def test_loo_of_an_exact_posterior_is_exact_leave_one_out(exact_posterior):
     assert abs(elpd(loo) - np.sum(exact)) < 5 * np.sum(error)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_compare_prefers_the_model_with_the_better_leave_one_out_density(exact_posterior):
     rough = regression(0.05)
@@ -230,6 +231,7 @@ def test_densities_of_hyperparameters_are_those_of_prior_and_guide(base):
     assert np.all(rest > -0.5 * stats.chi2.ppf(1 - 1e-9, M) - log_S)  # −½|ε|² − log|S½| + ½|v|²
 
 
+@pytest.mark.thorough
 def test_log_q_of_a_dense_posterior_at_other_rows_is_unknown():
     guide = GUIDES["dense"](gaussian, Z)
     params = arbitrary_parameters(gaussian, guide, X, y)

@@ -197,6 +197,7 @@ def test_the_order_of_rows_does_not_matter_and_any_of_them_can_leave(name):
             assert_same(moments_of(guide, left), dense_regression(name, REALS, others))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [n if n == "whitened" else pytest.param(n, marks=pytest.mark.thorough) for n in ALL_GUIDES if n != "weights"],
@@ -360,6 +361,7 @@ def minima(monkeypatch):
     return found
 
 
+@pytest.mark.thorough
 # Whether rounding looks like a rise depends on the outcome: at each of these it would, were the slack that of the value.
 @pytest.mark.parametrize(
     ("name", "outcome"),
@@ -574,6 +576,7 @@ def test_it_is_a_pure_function_that_compiles_once():
     assert len(guide.model.traces) == runs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["tied", pytest.param("dense", marks=pytest.mark.thorough)])
 def test_outcomes_side_by_side_are_as_one_by_one_however_many_steps_each_takes(name):
     guide, params, condition = counting(name)

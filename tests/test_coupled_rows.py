@@ -231,7 +231,7 @@ def test_draws_of_another_loss_are_joint_over_the_rows(kind):
     assert_allclose(drawn, exact, rtol=0.05)
 
 
-@pytest.mark.parametrize("kind", ["tied", "whitened"])
+@pytest.mark.parametrize("kind", [pytest.param("tied", marks=pytest.mark.thorough), "whitened"])
 def test_importance_ratios_are_the_evidence_where_the_posterior_is_exact(kind):
     model = model_with(averages)
     guide = GUIDES[kind](model)

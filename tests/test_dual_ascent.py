@@ -307,6 +307,7 @@ def with_lengthscale(X, y=None):
         numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
 
 
+@pytest.mark.thorough
 @kinds
 def test_others_descend_the_gradient_of_the_dense_bound_at_the_coefficients(kind):
     y = Model().y

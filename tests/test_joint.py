@@ -205,7 +205,7 @@ OF_ROWS = {
     [
         "tied",
         pytest.param("natural", marks=pytest.mark.thorough),
-        "dense",
+        pytest.param("dense", marks=pytest.mark.thorough),
         pytest.param("markov", marks=pytest.mark.thorough),
         pytest.param("vecchia", marks=pytest.mark.exhaustive),
     ],

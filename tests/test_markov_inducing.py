@@ -371,6 +371,7 @@ def test_float32_holds_over_close_inducing_times_and_precise_outcomes(kernel, un
     assert np.max(np.abs(variance - exact_variance)) < units * np.finfo(np.float32).eps
 
 
+@pytest.mark.thorough
 def test_sites_of_negative_precision_and_second_derivatives_are_those_of_dense_algebra():
     kernel, rng = Matern32(0.7, 1.3) + Constant(2.0), np.random.default_rng(4)
     linear, precision = rng.normal(size=N), rng.uniform(-0.3, 0.6, N)

@@ -98,7 +98,7 @@ def counts_in_time(X, y=None):
     "guide",
     [
         lambda: sgp.AutoTSVGP(counts_in_time, np.linspace(0.0, 1.0, 3)[:, None]),
-        lambda: sgp.AutoTSVGP(counts_in_time, None),
+        pytest.param(lambda: sgp.AutoTSVGP(counts_in_time, None), marks=pytest.mark.thorough),
         lambda: sgp.AutoMarkovGP(counts_in_time),
         lambda: sgp.AutoVecchiaGP(counts_in_time, num_neighbours=3),
     ],
