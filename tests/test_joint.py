@@ -661,13 +661,19 @@ def with_a_reference_class(f, g):
     numpyro.sample("y", dist.Categorical(logits=jnp.stack([f, g, jnp.zeros_like(f)], axis=-1)), obs=GROUP)
 
 
+def counts_of_classes(f, g):
+    logits = jnp.stack([f, g, jnp.zeros_like(f)], axis=-1)
+    numpyro.sample("y", dist.Multinomial(1, logits=logits), obs=np.eye(3)[GROUP])
+
+
 def of_two_predictors(f, g):
-    chosen = jnp.where(GROUP == 0, f, jnp.where(GROUP == 1, g, 0.0))
-    numpyro.factor("y", chosen - jnp.log(1.0 + jnp.exp(f) + jnp.exp(g)))
+    chosen = jnp.where(GROUP == 0, jnp.exp(f), jnp.where(GROUP == 1, jnp.exp(g), 1.0))
+    numpyro.factor("y", jnp.log(chosen / (1.0 + jnp.exp(f) + jnp.exp(g))))
 
 
 @pytest.mark.thorough
-def test_a_reference_class_has_a_predictor_without_variance():
+@pytest.mark.parametrize("written", [with_a_reference_class, counts_of_classes])
+def test_a_reference_class_needs_no_predictor_and_no_draws(written):
     exact, guide = of_classes(of_two_predictors), sgp.AutoTSVGP(of_classes(of_two_predictors), Z)
     params = (
         SVI(exact, guide, sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
@@ -675,13 +681,38 @@ def test_a_reference_class_has_a_predictor_without_variance():
         .params
     )
     wanted = sgp.QuadratureELBO().loss(jax.random.key(1), params, exact, guide)
-    model, loss = of_classes(with_a_reference_class), sgp.QuadratureELBO(num_samples=4000)
+    model = of_classes(written)
     other = sgp.AutoTSVGP(model, Z)
-    np.testing.assert_allclose(loss.loss(jax.random.key(1), params, model, other), wanted, rtol=1e-3)
-    result = SVI(model, other, sgp.NaturalGradient(0.5), sgp.QuadratureELBO()).run(
-        jax.random.key(0), 20, progress_bar=False
+    np.testing.assert_allclose(sgp.QuadratureELBO().loss(jax.random.key(1), params, model, other), wanted, rtol=1e-10)
+
+
+MIXTURES = np.array([[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
+
+
+@pytest.mark.thorough
+def test_a_predictor_without_variance_is_drawn_as_it_is():
+    def mixed(f, g):
+        # Four numbers of two functions, of which one is fixed and one a sum.
+        h = jnp.stack([f, g, jnp.zeros_like(f)], axis=-1) @ MIXTURES
+        chosen = jnp.take_along_axis(h, GROUP[:, None], axis=-1)[:, 0]
+        norm = jnp.log(jnp.sum(jnp.exp(h[:, :3]), axis=-1)) + jnp.log(1.0 + 0.5 * jnp.exp(h[:, 3]))
+        numpyro.factor("y", chosen - norm)
+
+    model, exact = of_classes(mixed), of_classes(lambda f, g: numpyro.factor("y", mixed_density(f, g)))
+    guide, other = sgp.AutoTSVGP(model, Z), sgp.AutoTSVGP(exact, Z)
+    params = (
+        SVI(exact, other, sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
+        .run(jax.random.key(0), 20, progress_bar=False)
+        .params
     )
-    assert int(sgp.num_refused(result.state)) == 0
+    wanted = sgp.QuadratureELBO().loss(jax.random.key(1), params, exact, other)
+    drawn = sgp.QuadratureELBO(num_samples=4000).loss(jax.random.key(1), params, model, guide)
+    np.testing.assert_allclose(drawn, wanted, rtol=1e-3)
+
+
+def mixed_density(f, g):
+    chosen = jnp.where(GROUP == 0, jnp.exp(f), jnp.where(GROUP == 1, jnp.exp(g), 1.0))
+    return jnp.log(chosen / (1.0 + jnp.exp(f) + jnp.exp(g)) / (1.0 + 0.5 * jnp.exp(f) * jnp.exp(g)))
 
 
 # Which latents are members.

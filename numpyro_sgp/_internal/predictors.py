@@ -22,8 +22,9 @@ __all__ = ["Program", "Scale", "traced"]
 
 # Linear in one operand, entry by entry: what depends on the result depends on that operand.
 _KEEPS = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "reshape", "squeeze"}
+_JOINS = {"concatenate", "stack"}
 # Linear in all operands together.
-_LINEAR_TOGETHER = ADDS | {"concatenate", "stack"}
+_LINEAR_TOGETHER = ADDS | _JOINS
 # Linear in the first operand where the others do not depend on inputs.
 _LINEAR_IN_FIRST = (MOVES - _KEEPS) | MOVES_FIRST | {"cumsum", "reduce_sum"}
 # With one operand that depends on inputs, each number of the result is one of that operand's.
@@ -112,23 +113,43 @@ class Program:
             output: its name.
             variable: names of the inputs that vary.
         """
-        fact = self._fact(output, variable)
+        fact = self._facts(variable).get(self.outputs[output])
         if fact is None:
             return ()
         return (fact.root,) if isinstance(fact, _Affine) else tuple(sorted(fact.roots))
 
+    def taken_apart(self, roots: Sequence[int], variable: Collection[str]) -> tuple[int, ...]:
+        """The affine variables that some roots are concatenated of, without the roots that these determine.
+
+        The logits of classes, of which one is constant, are of fewer numbers than they have.
+
+        Args:
+            roots: affine variables.
+            variable: names of the inputs that vary.
+        """
+        facts = self._facts(variable)
+        made_by = {result: operation for operation in self.operations for result in operation.results}
+        parts: set[int] = set()
+        for root in roots:
+            if root in made_by and linear_name(made_by[root].equation) in _JOINS:
+                parts.update(
+                    fact.root for each in made_by[root].operands if isinstance(fact := facts.get(each), _Affine)
+                )
+        known = self._depends_given({number: frozenset() for number in parts})
+        return tuple(sorted({*parts, *(root for root in roots if known[root].intersection(variable))}))
+
     def is_affine(self, output: str, variable: Collection[str]) -> bool:
         """Whether an output is an affine function of some of the inputs while the others are fixed."""
-        return not isinstance(self._fact(output, variable), _Nonlinear)
+        return not isinstance(self._facts(variable).get(self.outputs[output]), _Nonlinear)
 
-    def _fact(self, output: str, variable: Collection[str]) -> "_Affine | _Nonlinear | None":
+    def _facts(self, variable: Collection[str]) -> "dict[int, _Affine | _Nonlinear]":
         facts: dict[int, _Affine | _Nonlinear] = {self.inputs[name]: _Affine(self.inputs[name]) for name in variable}
         for operation in self.operations:
             found = _of_operation(operation, [facts.get(number) for number in operation.operands])
             if found is not None:
                 for number in operation.results:
                     facts[number] = _Affine(number) if found == "new" else found
-        return facts.get(self.outputs[output])
+        return facts
 
     def scales(self, name: str, among: Mapping[int, str], outputs: Collection[str]) -> tuple[Scales, frozenset[int]]:
         """What an input is multiplied by, entry by entry, before outputs depend on it in any other way.
@@ -238,11 +259,15 @@ class Program:
 
     def depends_given(self, given: Mapping[int, frozenset[str]]) -> dict[str, frozenset[str]]:
         """What each output depends on if some variables were inputs, with these names."""
+        depends = self._depends_given(given)
+        return {output: depends[number] for output, number in self.outputs.items()}
+
+    def _depends_given(self, given: Mapping[int, frozenset[str]]) -> dict[int, frozenset[str]]:
         depends = {**self.depends, **given}
         for operation in self.operations:
             found = frozenset().union(*(depends[number] for number in operation.operands))
             depends.update({number: found for number in operation.results if number not in given})
-        return {output: depends[number] for output, number in self.outputs.items()}
+        return depends
 
     def evaluate(
         self, wanted: Sequence[int], inputs: Mapping[str, Any], given: Mapping[int, Any] | None = None

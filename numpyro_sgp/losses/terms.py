@@ -116,8 +116,15 @@ class Terms:
         Raises:
             ValueError: predictors whose rows do not correspond.
         """
+        numbers = self.program.roots(name, variable)
+        roots, apart = self._roots_of(numbers, name, variable), self.program.taken_apart(numbers, variable)
+        if roots is None or apart == numbers:
+            return roots
+        fewer = self._roots_of(apart, name, variable)
+        return roots if fewer is None or self._count(fewer) >= self._count(roots) else fewer
+
+    def _roots_of(self, numbers: tuple[int, ...], name: str, variable: Collection[str]) -> tuple[Root, ...] | None:
         program = self.program
-        numbers = program.roots(name, variable)
         values = dict(zip(numbers, program.evaluate(numbers, program.starts), strict=True))
         roots, places = [], {}
         for number in numbers:
