@@ -228,6 +228,12 @@ def test_integrals_in_closed_form_are_those_by_many_nodes(scale):
     assert_allclose(kernel(boxes, AREAS), weights @ k(points, NODES) @ SUMS.T, rtol=1e-11, atol=1e-12 * unit)
 
 
+def test_integrals_take_a_batch_of_inducing_inputs():
+    boxes, Z = Integral(LOWER[:3], UPPER[:3]), RNG.normal(size=(2, 4, D))
+    kernel = SE + Select(SquaredExponential(0.9, 0.5), 0) + 0.3
+    assert_allclose(kernel(Z, boxes), np.stack([kernel(one, boxes) for one in Z]), rtol=1e-13)
+
+
 def test_other_kernels_are_integrated_by_nodes():
     boxes, kernel = Integral(LOWER, UPPER, num_nodes=12), Matern52(1.5 * LENGTHSCALE)
     points, weights = legendre(LOWER, UPPER, 12)
@@ -495,6 +501,9 @@ def test_close_pairs_among_others_are_no_contradiction_in_float32():
         (lambda: sgp.GaussianProcess(SE, WeightedSum(np.full_like(X, np.nan), WEIGHTS)), "contains NaN"),
         (lambda: SE(AREAS, POINTS[:, :1]), "the same number of columns"),
         (lambda: AREAS[0], "indexed by rows"),
+        (lambda: Stack([POINTS, AREAS])[0, 1], "indexed by rows"),
+        (lambda: Stack([POINTS, AREAS])[0], "indexed by rows"),
+        (lambda: Stack([POINTS, AREAS])[:][0, 1], "indexed by rows"),
     ],
 )
 def test_mistakes_raise(make, match):

@@ -102,7 +102,7 @@ class Integral(AbstractFunctional):
             return self._rule().cross(kernel, Z)
         dtype = jnp.result_type(self.dtype, Z)
         sides = [
-            (jnp.asarray(self.lower, dtype)[:, d], jnp.asarray(self.upper, dtype)[:, d], Z[:, d, None])
+            (jnp.asarray(self.lower, dtype)[:, d], jnp.asarray(self.upper, dtype)[:, d], Z[..., d, None])
             for d in range(self.shape[1])
         ]
         return _total(terms, sides, lambda a, b, z: b - a + jnp.zeros_like(z), _single)
