@@ -65,12 +65,13 @@ class Stack(AbstractComposite):
         return jnp.concatenate([part.nodes for part in self.parts])
 
     def __getitem__(self, index: Any) -> "Rows":
+        self._check_index(index)
         ends = list(itertools.accumulate(len(part) for part in self.parts))
         starts = [0, *ends[:-1]]
         if isinstance(index, slice):
             index = np.arange(ends[-1])[index]
         index = index if isinstance(index, Array) else np.asarray(index)
-        if index.ndim == 1 and index.dtype == bool:
+        if index.dtype == bool:
             index = np.flatnonzero(index)
         like = np if isinstance(index, np.ndarray) else jnp
         index = like.where(index < 0, index + ends[-1], index)

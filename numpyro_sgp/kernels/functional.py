@@ -74,15 +74,19 @@ class AbstractFunctional(ABC):
 
     def __getitem__(self, index: Any) -> Self:
         """Some rows: a slice, or an array of integers or booleans."""
-        if isinstance(index, tuple) or (not isinstance(index, slice) and jnp.ndim(index) != 1):
+        self._check_index(index)
+        # An array on the host cannot be indexed by a traced one.
+        traced = isinstance(index, Array)
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf)[index] if traced else leaf[index], self)
+
+    def _check_index(self, index: Any) -> None:
+        """Raise unless an index is one of rows."""
+        if isinstance(index, tuple) or (not isinstance(index, slice) and np.ndim(index) != 1):
             msg = (
                 f"A functional of shape {self.shape} is indexed by rows, got {index!r}. Use a slice or an array of "
                 "row numbers."
             )
             raise IndexError(msg)
-        # An array on the host cannot be indexed by a traced one.
-        traced = isinstance(index, Array)
-        return jax.tree.map(lambda leaf: jnp.asarray(leaf)[index] if traced else leaf[index], self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         del args, kwargs
