@@ -543,16 +543,26 @@ def test_a_mistake_raises_and_the_message_says_what_to_do(mistake, error, parts)
         mistake()
 
 
-STEP_SIZES = [0.0, -0.1, 1.5, np.nan, "0.5", None, optax.constant_schedule(2.0)]
+def above_one(step):
+    return 2.0 + 0.0 * step  # a number of JAX, which the message has as a number
+
+
+STEP_SIZES = [0.0, -0.1, 1.5, np.nan, "0.5", None, optax.constant_schedule(2.0), above_one]
 
 
 @pytest.mark.parametrize(
-    "step_size", STEP_SIZES, ids=["zero", "negative", "above one", "NaN", "text", "None", "schedule"]
+    "step_size", STEP_SIZES, ids=["zero", "negative", "above one", "NaN", "text", "None", "schedule", "array"]
 )
 def test_a_step_size_outside_the_unit_interval_raises(step_size):
     got = 2.0 if callable(step_size) else step_size
     with pytest.raises(ValueError, match=says("`step_size`", "(0, 1]", f"got {got!r}", "full step")):
         sgp.NaturalGradient(step_size)
+
+
+@pytest.mark.parametrize("optim", [sgp.NaturalGradient, sgp.DualAscent, sgp.RowSparse])
+def test_a_schedule_of_step_sizes_may_begin_at_zero(optim):
+    warm_up = optax.linear_schedule(0.0, 0.5, 100)
+    assert optim(warm_up).step_size is warm_up
 
 
 @pytest.mark.filterwarnings("ignore:Found vars in model but not guide:UserWarning")

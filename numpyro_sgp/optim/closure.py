@@ -38,9 +38,13 @@ def scheduled(step_size: StepSize, step: Array) -> Any:
 
 
 def checked(name: str, value: Any, allowed: Callable[[Any], bool], needed: str, hint: str) -> Any:
-    """An argument whose value, that of a schedule at the first step, is allowed, or an error that says what is."""
+    """An argument whose value, that of a schedule at the first step, is allowed, or an error that says what is.
+
+    A schedule may be 0 at the first step: many warm up from there.
+    """
     first = scheduled(value, jnp.asarray(0))
-    if first is None or isinstance(first, str) or not allowed(first):
+    first = first.item() if isinstance(first, Array) and first.ndim == 0 else first
+    if first is None or isinstance(first, str) or not (allowed(first) or (callable(value) and first == 0.0)):
         msg = f"`{name}` must {needed}, got {first!r}. {hint}"
         raise ValueError(msg)
     return value

@@ -73,7 +73,7 @@ class NaturalGradient(AbstractRefusingOptimizer):
     joint posterior by more than three times the largest of its last changes, those between minibatches among them.
 
     Args:
-        step_size: ρ in (0, 1], or an optax schedule of it.
+        step_size: ρ in (0, 1], or an optax schedule of it, which may begin at 0.
         others: optax transformation for the parameters that are not sites.
         e_steps: natural steps in each update, one after the other.
         m_steps: steps of `others` in each update, after the natural ones.
