@@ -16,14 +16,12 @@ import numpy as np
 from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.math.products import (
     congruence_of_upper,
-    half_congruence,
     half_congruence_of_transposed,
     halved,
     lower_product,
     lower_product_of_transposed,
     matmul,
     matvec,
-    mirrored,
     transposed,
     upper_product,
 )
@@ -183,12 +181,6 @@ class Root:
         if self.inverse_transposed is None:
             return self.product(solve_lower_transposed, self.L, B)
         return self.product(upper_product, self.inverse_transposed, B)
-
-    def whiten_both(self, W: Array) -> Array:
-        """L⁻¹ W L⁻ᵀ for symmetric W, (..., M, M)."""
-        if self.inverse is None:
-            return solve_lower(self.L, solve_lower(self.L, W).mT)
-        return mirrored(half_congruence(self.inverse, W))
 
     def whiten_half(self, W: Array) -> Array:
         """Φ(L⁻¹ W L⁻ᵀ) for symmetric W, (..., M, M): as a linear map of W, one whose transpose is quick.
