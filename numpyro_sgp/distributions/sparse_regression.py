@@ -20,7 +20,6 @@ from numpyro_sgp.inducing import AbstractInducing, as_inducing, check_new_inputs
 from numpyro_sgp.kernels.functional import AbstractFunctional
 from numpyro_sgp.math.linalg import (
     cholesky,
-    log_determinant,
     solve_lower,
     solve_lower_transposed,
     triangular_inverse,
@@ -28,6 +27,7 @@ from numpyro_sgp.math.linalg import (
 )
 from numpyro_sgp.math.marginal_likelihood import BOUNDS, collapsed, collapsed_bound, evidence_upper_bound
 from numpyro_sgp.math.products import matmul, matvec, matvec_transposed
+from numpyro_sgp.posteriors.dual.formulas import divergence_of_covariance
 from numpyro_sgp.posteriors.moments import moments
 from numpyro_sgp.posteriors.sites import AbstractSites
 
@@ -299,9 +299,8 @@ class RegressionPosterior:
         return SparsePosterior(prior, q)
 
     def _kl(self) -> Array:
-        L_B_inverse = triangular_inverse(self.L_B)
-        trace = jnp.sum(L_B_inverse * L_B_inverse, axis=(-2, -1))
-        return 0.5 * (trace - self.m.shape[-1] + jnp.sum(self.m * self.m, axis=-1) + log_determinant(self.L_B))
+        covariance = divergence_of_covariance(self.L_B, triangular_inverse(self.L_B))
+        return covariance + 0.5 * jnp.sum(self.m * self.m, axis=-1)
 
     def marginals(self, X_new: ArrayLike) -> Marginals:
         """Mean and variance of f at each row of X_new, (N_new, D); those of y add σ² to the variance."""

@@ -328,7 +328,7 @@ def whiten(Kuu: Array, Kuf: Array) -> tuple[Array, Array]:
     not itself symmetric.
 
     Args:
-        Kuu: prior covariance of the inducing variables, with jitter, (..., M, M); only the lower triangle is read.
+        Kuu: prior covariance of the inducing variables, with jitter, (..., M, M); only the upper triangle is read.
         Kuf: (..., M, N).
     """
     return _whiten(Kuu, Kuf)
