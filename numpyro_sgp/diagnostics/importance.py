@@ -16,7 +16,7 @@ from numpyro_sgp._internal.checks import at_least, positive
 from numpyro_sgp._internal.pytrees import split_arrays
 from numpyro_sgp._internal.signatures import with_num_data
 from numpyro_sgp.diagnostics.inference_data import arviz_module
-from numpyro_sgp.diagnostics.outputs import fitted_values, log_ratio_of_sites, num_rows
+from numpyro_sgp.diagnostics.outputs import fitted_values, log_ratio_of_sites, rows_to_cut
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.traces import Trace
 from numpyro_sgp.distributions.wrappers import log_prob_of, unwrap
@@ -120,7 +120,7 @@ def log_importance_ratios(
     if batch_size is None:
         ratios.check(model_args, kwargs, 0, 0)
         return jax.lax.map(lambda key: ratios.one(key, model_args, kwargs), keys)
-    N = num_rows(model_args, positive("batch_size", batch_size, "None is for all rows at once."))
+    N = rows_to_cut(model_args, positive("batch_size", batch_size, "None is for all rows at once."))
     B = min(batch_size, N)
     kwargs = with_num_data(svi.model, model_args, kwargs, N)
     fixed, leaves = split_arrays(model_args)

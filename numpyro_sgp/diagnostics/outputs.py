@@ -16,7 +16,7 @@ import numpy as np
 from numpyro import handlers
 import numpyro.distributions as dist
 
-from numpyro_sgp._internal.checks import positive
+from numpyro_sgp._internal.checks import num_rows, positive
 from numpyro_sgp._internal.pytrees import split_arrays
 from numpyro_sgp._internal.signatures import with_num_data
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
@@ -42,7 +42,7 @@ __all__ = [
     "Outputs",
     "fitted_values",
     "log_ratio_of_sites",
-    "num_rows",
+    "rows_to_cut",
 ]
 
 
@@ -136,7 +136,7 @@ class Draws:
 
     def over_all_rows(self, args: tuple, kwargs: dict, batch_size: int | None) -> Outputs:
         """All draws for all rows, as NumPy arrays with a leading axis of draws."""
-        plate, N, B = self._subsampling_plate(args, kwargs) or (None, num_rows(args, batch_size), batch_size)
+        plate, N, B = self._subsampling_plate(args, kwargs) or (None, rows_to_cut(args, batch_size), batch_size)
         if batch_size is not None:
             B = positive("batch_size", batch_size, "None is for all rows at once.")
         if plate is None and (B is None or B >= N):
@@ -302,20 +302,16 @@ def _collect_observed(outputs: Outputs, name: str, site: dict, rng_key: Array) -
     outputs[PREDICTIVE][name] = whole.sample(rng_key)
 
 
-def num_rows(args: tuple, batch_size: int | None) -> int:
+def rows_to_cut(args: tuple, batch_size: int | None) -> int:
     """N, the number of rows of the arrays among the arguments; 0 where no batches are needed."""
     if batch_size is None:
         return 0
-    _, arrays = split_arrays(args)
-    rows = {np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in arrays}
-    if len(rows) != 1 or 0 in rows:
-        msg = (
-            "`batch_size` cuts the positional arguments of the model into rows, so all their arrays need the same "
-            f"number of rows; got shapes {[np.shape(leaf) for leaf in arrays]}. Pass the data by position, and what "
-            "has no rows by keyword."
-        )
-        raise ValueError(msg)
-    return rows.pop()
+    return num_rows(
+        split_arrays(args)[1],
+        "`batch_size` cuts the positional arguments of the model into rows, so all their arrays need the same number "
+        "of rows",
+        "Pass the data by position, and what has no rows by keyword.",
+    )
 
 
 def _join(group: str, name: str, values: list[np.ndarray], new: list[np.ndarray], axes: list[int]) -> np.ndarray | None:

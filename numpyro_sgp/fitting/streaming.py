@@ -17,7 +17,7 @@ import numpy as np
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIState
 
-from numpyro_sgp._internal.checks import at_least, positive
+from numpyro_sgp._internal.checks import at_least, num_rows, positive
 from numpyro_sgp._internal.signatures import with_num_data
 from numpyro_sgp.fitting.moved_inducing import can_move, projected, projection, rung
 from numpyro_sgp.guides.conditioning import sites_of_data, sites_of_rows, with_past
@@ -190,9 +190,9 @@ class Streaming:
             ValueError: arguments with different numbers of rows; no step with a finite loss, or rows whose sites are
                 not finite, as of outcomes that are NaN. The state before the batch is as it was.
         """
-        batch, seen = num_rows(args), int(state.num_seen)
+        batch, seen = _num_rows(args), int(state.num_seen)
         rows = jax.tree.map(lambda old, new: jnp.concatenate([old, jnp.asarray(new)]), state.memory, args)
-        kept = num_rows(rows) - batch
+        kept = _num_rows(rows) - batch
         given = tuple(sorted(kwargs.items()))
         key_keys, key_inducing, rng_key = jax.random.split(state.rng_key, 3)
         keys, past = state.keys, state.past
@@ -219,7 +219,7 @@ class Streaming:
         return StreamingState(svi_state, past, memory, keys[stay], state.num_seen + batch, rng_key), losses
 
     def _kwargs(self, rows: Rows, given: tuple) -> dict[str, Any]:
-        return with_num_data(self.svi.model, rows, dict(given), num_rows(rows))
+        return with_num_data(self.svi.model, rows, dict(given), _num_rows(rows))
 
     def _trained(
         self,
@@ -358,17 +358,14 @@ class Streaming:
         return {name: _sum(value, found[name]) for name, value in past.items()}
 
 
-def num_rows(args: Rows) -> int:
+def _num_rows(args: Rows) -> int:
     """How many rows the arguments of the model have."""
-    sizes = {np.shape(leaf)[0] if np.ndim(leaf) else None for leaf in jax.tree.leaves(args)}
-    if len(sizes) != 1 or None in sizes:
-        shapes = [np.shape(leaf) for leaf in jax.tree.leaves(args)]
-        msg = (
-            f"`Streaming` needs arguments with one row for each datum of the batch, got arrays of shapes {shapes}. "
-            "Bind the others to the model, `functools.partial(model, W=W)`, or give what is no array by keyword."
-        )
-        raise ValueError(msg)
-    return cast(int, sizes.pop())
+    return num_rows(
+        jax.tree.leaves(args),
+        "`Streaming` needs arguments with one row for each datum of the batch",
+        "Bind the others to the model, `functools.partial(model, W=W)`, or give what is no array by keyword.",
+        least=0,
+    )
 
 
 def _like(old: Any, new: Any) -> Any:
