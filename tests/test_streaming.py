@@ -330,8 +330,9 @@ def test_what_is_not_for_streams_raises():
         sgp.Streaming(SVI(fixed, sgp.AutoTSVGP(fixed, Z), optax.adam(0.1), sgp.QuadratureELBO()))
     with pytest.raises(TypeError, match="QuadratureELBO"):
         sgp.Streaming(SVI(fixed, sgp.AutoTSVGP(fixed, Z), sgp.NaturalGradient(), numpyro.infer.Trace_ELBO()))
-    with pytest.raises(ValueError, match="discount"):
-        sgp.Streaming(svi_of(fixed), discount=0.0)
+    for option in ({"discount": 0.0}, {"max_inducing": -5}, {"max_inducing": 2.5}, {"tolerance": 7.0}):
+        with pytest.raises(ValueError, match=f"`{next(iter(option))}`"):
+            sgp.Streaming(svi_of(fixed), **option)
     with pytest.raises(TypeError, match="learn_inducing"):
         sgp.Streaming(svi_of(fixed, learn_inducing=True)).init(jax.random.key(0), X, y)
     with pytest.raises(TypeError, match="tied"):

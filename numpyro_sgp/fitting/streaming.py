@@ -78,8 +78,8 @@ class Streaming:
             several latents with kernels of their own stay where they are.
         max_inducing: the most of them. There are more where the data go, and fewer where they are not needed any more;
             each change compiles anew. None keeps their number.
-        tolerance: the share of the prior variance at inducing inputs and new rows that may stay unexplained, beyond
-            which there are more of them.
+        tolerance: the share of the prior variance at inducing inputs and new rows, in (0, 1), that may stay
+            unexplained, beyond which there are more of them.
         discount: in (0, 1], the factor of past sites with each batch, for data that drift.
 
     Raises:
@@ -116,6 +116,11 @@ class Streaming:
         if not 0.0 < discount <= 1.0:
             msg = f"`discount` must lie in (0, 1], got {discount!r}. 1 forgets nothing."
             raise ValueError(msg)
+        if not 0.0 < tolerance < 1.0:
+            msg = f"`tolerance` must lie in (0, 1), a share of the prior variance, got {tolerance!r}. The default is 1e-3."
+            raise ValueError(msg)
+        if max_inducing is not None:
+            max_inducing = positive("max_inducing", max_inducing, "None keeps the number of inducing inputs.")
         self.svi = svi
         self.memory = at_least(0, "memory", memory, "The default is 256.")
         self.num_steps = positive("num_steps", num_steps, "The default is 20.")
