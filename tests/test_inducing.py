@@ -228,6 +228,9 @@ def test_inputs_that_are_not_numbers_are_told_and_nan_is_never_lost():
     assert np.isnan([error.total, error.relative, error.largest]).all()
     with pytest.raises(ValueError, match="`max_num_inducing` must be a positive integer"):
         sgp.suggest_num_inducing(kernel(), ROWS, max_num_inducing=0)
+    for nothing, got in ((sgp.kernels.Linear(), "0"), (sgp.kernels.Linear(jnp.nan), "nan")):
+        with pytest.raises(ValueError, match=f"positive prior variance at some row of `X`, got at most {got}"):
+            sgp.suggest_num_inducing(nothing, np.zeros((4, 1)))
 
 
 def test_whole_numbers_are_inputs_and_inducing_inputs_too():

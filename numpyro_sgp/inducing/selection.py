@@ -222,7 +222,8 @@ def suggest_num_inducing(
         max_num_inducing: where to stop looking.
 
     Raises:
-        ValueError: the tolerance is not met with `max_num_inducing`, or does not lie in (0, 1); a batch of kernels.
+        ValueError: the tolerance is not met with `max_num_inducing`, or does not lie in (0, 1); a batch of kernels, or
+            one without variance at these rows.
         TypeError: X is being traced.
     """
     X = _rows(X)
@@ -231,6 +232,13 @@ def suggest_num_inducing(
         raise ValueError(msg)
     most = positive("max_num_inducing", max_num_inducing, "The default is 2000.")
     pivots, errors = _pivoted_cholesky(kernel, X, min(most, len(X)), tolerance)
+    if not len(errors):
+        most_variance = float(jnp.max(kernel(_floating(X))))
+        msg = (
+            f"`kernel` must have a positive prior variance at some row of `X`, got at most {most_variance:.3g}. Look at "
+            "its variance, and at `X`: that of `Linear` is 0 where `X` is."
+        )
+        raise ValueError(msg)
     if not errors[-1] <= tolerance:
         msg = (
             f"{len(pivots)} inducing inputs leave {errors[-1]:.3g} of the prior variance unexplained. Raise "
