@@ -253,6 +253,16 @@ MISTAKES = {
         ValueError,
         ("`inducing`", "(M, D)", "got (5,)", "Z[:, None]"),
     ),
+    "no inducing inputs": (
+        lambda: step(model, SVGP(model, None), X, y),
+        TypeError,
+        ("`inducing`", "(M, D)", "got None", "`AutoTSVGP(model, None)`"),
+    ),
+    "name of a method in the place of inducing inputs": (
+        lambda: step(model, SVGP(model, "kmeans"), X, y),
+        TypeError,
+        ("`inducing`", "(M, D)", "got 'kmeans'"),
+    ),
     "inducing without rows": (
         lambda: step(model, TSVGP(model, Z[:0]), X, y),
         ValueError,

@@ -173,7 +173,14 @@ def as_inducing(inducing: ArrayLike | AbstractInducing, argument: str = "inducin
 
     Raises:
         ValueError: an array with fewer than two axes, without rows, or with NaN in it.
+        TypeError: what is no array.
     """
+    if inducing is None or isinstance(inducing, str):
+        msg = (
+            f"`{argument}` must be inducing inputs, (M, D), or an inducing object, got {inducing!r}. `AutoTSVGP(model, "
+            "None)` is the posterior without inducing inputs."
+        )
+        raise TypeError(msg)
     if type(inducing) is InducingPoints:
         inducing = inducing.Z
     if isinstance(inducing, AbstractInducing):
