@@ -243,6 +243,12 @@ def test_it_trains_in_float32(has_effects):
     assert {leaf.dtype for leaf in jax.tree.leaves(result.params)} == {jnp.dtype("float32")}
 
 
+@pytest.mark.parametrize("sizes", [30, (30.0, 20.0), (30,), (30, 1), "ab"])
+def test_a_grid_needs_a_size_for_each_column(sizes):
+    with pytest.raises(ValueError, match="`sizes` must be an integer above 1 for each column of `X`, got"):
+        sgp.InducingGrid.over(X[:, :2], sizes)
+
+
 KERNELS = {
     "several columns": SquaredExponential(np.array([0.5, 0.8, 1.1]), 1.3),
     "one lengthscale": SquaredExponential(0.5, 1.3),

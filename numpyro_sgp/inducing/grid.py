@@ -62,8 +62,10 @@ class InducingGrid(AbstractPoints):
             ValueError: sizes that do not belong to the columns, or below 2; a column that is constant.
         """
         shape = np.shape(X)
-        if len(shape) != 2 or len(sizes) != shape[1] or min(sizes) < 2:
-            msg = f"`sizes` must be a number above 1 for each column of `X`, got {tuple(sizes)} for X of shape {shape}."
+        numbers = np.asarray(sizes)
+        whole = numbers.shape == shape[1:] and np.issubdtype(numbers.dtype, np.integer)
+        if len(shape) != 2 or not whole or np.any(numbers < 2):
+            msg = f"`sizes` must be an integer above 1 for each column of `X`, got {sizes!r} for X of shape {shape}."
             raise ValueError(msg)
         X = np.asarray(X)
         X = X if np.issubdtype(X.dtype, np.floating) else X.astype(float)
