@@ -358,7 +358,9 @@ def test_a_model_without_num_data_sees_all_rows_and_one_with_random_numbers_take
 
 def test_budgets_are_parsed_and_limit_the_number_of_inducing_inputs():
     assert parsed_budget(None) == Budget()
-    assert parsed_budget(90) == Budget(seconds=90.0)
+    for number in (90, np.int64(90), np.float32(90.0)):
+        assert parsed_budget(number) == Budget(seconds=90.0)
+    assert parsed_budget([1e-7, "4 GB"]) == Budget(1e-7, 4e9)
     assert parsed_budget("1.5 min") == Budget(seconds=90.0)
     assert parsed_budget(["2 hours", "4 GB"]) == Budget(7200.0, 4e9)
     assert Budget().most_inducing() == 512
@@ -367,7 +369,7 @@ def test_budgets_are_parsed_and_limit_the_number_of_inducing_inputs():
     assert Budget().most_whole() == 2000
     assert Budget(memory=2e8).most_whole() == 800  # 36 arrays of (800, 800) numbers
     assert Budget(memory=3e7).most_whole() == Budget(seconds=1e-3).most_whole() == 0
-    for wrong in ("soon", "3 days", -1.0, "0 s"):
+    for wrong in ("soon", "3 days", -1.0, "0 s", "1.2.3 s", ". s", True, np.nan, [None], {90}):
         with pytest.raises(ValueError, match="`budget` must be a time"):
             parsed_budget(wrong)
 

@@ -1,9 +1,10 @@
 """What a fit may take: time and memory, and how many inducing inputs these allow."""
 
 from collections.abc import Sequence
+from numbers import Real
 import re
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,10 +51,9 @@ class Budget(NamedTuple):
 def parsed_budget(budget: str | float | Sequence[str | float] | None) -> Budget:
     """A budget from 90, "90 s", "1.5 min", "2 hours", "4 GB", or several of these."""
     result = Budget()
-    several = [] if budget is None else [budget] if isinstance(budget, str | int | float) else list(budget)
+    several = [] if budget is None else list(budget) if isinstance(budget, list | tuple) else [budget]
     for each in several:
-        found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]+)\s*", each if isinstance(each, str) else f"{each} s")
-        number, unit = (float(found[1]), found[2]) if found else (0.0, "")
+        number, unit = _number_and_unit(each)
         seconds = _SECONDS.get(unit, _SECONDS.get(unit.removesuffix("s")))
         if number > 0.0 and seconds is not None:
             result = result._replace(seconds=number * seconds)
@@ -65,6 +65,14 @@ def parsed_budget(budget: str | float | Sequence[str | float] | None) -> Budget:
             )
             raise ValueError(msg)
     return result
+
+
+def _number_and_unit(budget: Any) -> tuple[float, str]:
+    """A number is one of seconds; 0 where there is none."""
+    if isinstance(budget, Real) and not isinstance(budget, bool):
+        return float(budget), "s"
+    found = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([A-Za-z]+)\s*", budget) if isinstance(budget, str) else None
+    return (float(found[1]), found[2]) if found else (0.0, "")
 
 
 def _operations_a_second() -> float:
