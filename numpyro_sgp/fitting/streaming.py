@@ -117,7 +117,7 @@ class Streaming:
             msg = f"`discount` must lie in (0, 1], got {discount!r}. 1 forgets nothing."
             raise ValueError(msg)
         if not 0.0 < tolerance < 1.0:
-            msg = f"`tolerance` must lie in (0, 1), a share of the prior variance, got {tolerance!r}. The default is 1e-3."
+            msg = f"`tolerance` must lie in (0, 1), a share of the prior variance, got {tolerance!r}. Try 1e-3."
             raise ValueError(msg)
         if max_inducing is not None:
             max_inducing = positive("max_inducing", max_inducing, "None keeps the number of inducing inputs.")

@@ -233,10 +233,10 @@ def suggest_num_inducing(
     most = positive("max_num_inducing", max_num_inducing, "The default is 2000.")
     pivots, errors = _pivoted_cholesky(kernel, X, min(most, len(X)), tolerance)
     if not len(errors):
-        most_variance = float(jnp.max(kernel(_floating(X))))
+        largest = float(jnp.max(kernel(_floating(X))))
         msg = (
-            f"`kernel` must have a positive prior variance at some row of `X`, got at most {most_variance:.3g}. Look at "
-            "its variance, and at `X`: that of `Linear` is 0 where `X` is."
+            f"`kernel` must have a positive prior variance at some row of `X`, got at most {largest:.3g}. Look at its "
+            "variance, and at `X`: that of `Linear` is 0 where `X` is."
         )
         raise ValueError(msg)
     if not errors[-1] <= tolerance:
