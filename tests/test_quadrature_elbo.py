@@ -283,6 +283,21 @@ def test_a_gp_on_a_gp_is_integrated_given_draws_of_the_inner_one():
     assert abs(draws.mean() - values.mean()) < 5.0 * error
 
 
+def test_a_gp_on_a_gp_keeps_float32_beside_float64():
+    seen, x, z = [], np.float32(X), np.float32(Z)
+
+    def narrow(X, y=None):
+        kernel = sgp.kernels.SquaredExponential(np.float32(0.9))
+        inner = numpyro.sample("inner", sgp.GaussianProcess(kernel, X))
+        outer = numpyro.sample("outer", sgp.GaussianProcess(kernel, inner[:, None]))
+        seen.extend([inner.dtype, outer.dtype])
+        numpyro.sample("y", dist.Normal(outer, np.float32(0.3)), obs=y)
+
+    svi = SVI(narrow, sgp.AutoSVGP(narrow, z), optax.adam(0.01), sgp.QuadratureELBO())
+    jax.eval_shape(svi.update, svi.init(jax.random.key(0), x, np.float32(Y)), x, np.float32(Y))
+    assert set(seen) == {np.dtype(np.float32)}
+
+
 def test_several_particles_are_an_average():
     def sampled(X, y=None):
         scale = numpyro.sample("scale", dist.LogNormal(0.0, 0.5))

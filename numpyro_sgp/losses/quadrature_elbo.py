@@ -74,7 +74,7 @@ class _Reflect(Messenger):
     def postprocess_message(self, msg: dict) -> None:
         if msg["type"] == "sample" and isinstance(unwrap(msg["fn"]), SparsePosterior):
             mean = unwrap(msg["fn"]).mean
-            msg["value"] = mean + self.sign * (msg["value"] - mean)
+            msg["value"] = mean + jnp.asarray(self.sign, mean.dtype) * (msg["value"] - mean)
 
 
 class QuadratureELBO(ELBO):
