@@ -444,6 +444,14 @@ def test_waves_of_a_periodic_kernel_share_its_variance():
         assert_allclose(found, covariance(Periodic(0.5, 2.0, 3.0), lags, [0.0])[:, 0], atol=error)
 
 
+@pytest.mark.parametrize("kernel", [partial(Cosine, 1.1), partial(Periodic, 1.2, 1.7), Constant])
+def test_roots_of_waves_have_the_gradient_of_a_standard_deviation(kernel):
+    def total(variance):
+        return jnp.sum(state_space_of(kernel(variance), jnp.float64, 3).root)
+
+    assert_allclose(jax.grad(total)(1.3), total(1.3) / 2.6, rtol=1e-12)
+
+
 def test_a_cosine_is_a_wave():
     X = RNG.normal(size=(4, 2))
     K = Cosine(jnp.asarray([2.0, 3.0]), 1.5)(X, X)

@@ -171,11 +171,15 @@ class AbstractWave(AbstractStateSpace):
 
     @property
     def covariance(self) -> Array:
-        return self.variance[..., None, None] * jnp.eye(self.size, dtype=self.variance.dtype)
+        return self._times_identity(self.variance)
 
     @property
     def root(self) -> Array:
-        return jnp.sqrt(self.covariance)
+        # Not that of the matrix, whose zeros have no derivative.
+        return self._times_identity(jnp.sqrt(self.variance))
+
+    def _times_identity(self, number: Array) -> Array:
+        return number[..., None, None] * jnp.eye(self.size, dtype=number.dtype)
 
     def noise(self, interval: Array) -> Array:
         return jnp.zeros_like(self.transition(interval))
