@@ -469,6 +469,13 @@ def test_options_of_the_other_kind_are_refused():
     svi = SVI(regression, sgp.AutoTSVGP(regression, X), sgp.NaturalGradient(), sgp.QuadratureELBO())
     with pytest.raises(TypeError, match="an `SVI`, which does not go with `budget`"):
         sgp.fit(svi, KEY, (X, Y), batch_size=10, num_steps=1, budget=3.0)
+    with pytest.raises(TypeError, match="an `SVI`, which does not go with `learn_inducing`, `joint`"):
+        sgp.fit(svi, KEY, (X, Y), batch_size=10, num_steps=1, learn_inducing=False, joint=False)
+    with pytest.raises(TypeError, match="a model, which does not go with `callback`, `stable_update`"):
+        sgp.fit(regression, KEY, (X, Y), callback=[], stable_update=True)
+    for each in (svi, regression):
+        with pytest.raises(ValueError, match=f"`batch_size` is {N + 1}, and `data` has {N} rows"):
+            sgp.fit(each, KEY, (X, Y), batch_size=N + 1, num_steps=1)
     with pytest.raises(TypeError, match="a model, which does not go with `num_epochs`"):
         sgp.fit(regression, KEY, (X, Y), num_epochs=3)
     with pytest.raises(ValueError, match="needs a `batch_size` for an `SVI`"):

@@ -1,6 +1,7 @@
 """`fit`: train a guide on minibatches, or choose everything for a model and fit it."""
 
 from collections.abc import Callable, Mapping, Sequence
+import inspect
 import os
 from typing import Any, overload
 
@@ -212,7 +213,8 @@ def fit(
 
 
 def _refuse(options: Mapping[str, Any], what: str, advice: str) -> None:
-    given = [f"`{name}`" for name, value in options.items() if value is not None and value is not False]
+    defaults = inspect.signature(fit).parameters
+    given = [f"`{name}`" for name, value in options.items() if value is not defaults[name].default]
     if given:
         msg = f"`fit` was given {what}, which does not go with {', '.join(given)}. {advice}"
         raise TypeError(msg)

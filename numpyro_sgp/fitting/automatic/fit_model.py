@@ -21,7 +21,7 @@ from numpyro_sgp.fitting.automatic.placing import unexplained
 from numpyro_sgp.fitting.automatic.report import FitReport, FitResult, evidence_of
 from numpyro_sgp.fitting.automatic.search import NEGLIGIBLE, Search
 from numpyro_sgp.fitting.automatic.task import Task, effects, few_rows, is_over_time
-from numpyro_sgp.fitting.batches import checked_rows
+from numpyro_sgp.fitting.batches import checked_batch_size, checked_rows
 from numpyro_sgp.fitting.training import train
 from numpyro_sgp.guides.members import Joint
 from numpyro_sgp.losses.quadrature_elbo import QuadratureELBO
@@ -68,7 +68,7 @@ def fit_model(
     if num_inducing is not None:
         num_inducing = positive("num_inducing", num_inducing, "None lets `fit` choose.")
     if batch_size is not None:
-        batch_size = min(positive("batch_size", batch_size, "None lets `fit` choose."), rows)
+        batch_size = checked_batch_size(batch_size, rows)
     task = Task(
         model=model,
         data=data,
