@@ -298,6 +298,11 @@ MISTAKES = {
         ValueError,
         ("`inducing`", "['h']", "['f']", "Rename"),
     ),
+    "dict of inducing times names an unknown site": (
+        lambda: step(model, sgp.AutoMarkovGP(model, inducing={"f": Z[:, 0], "h": Z[:, 0]}), X[:, :1], y),
+        ValueError,
+        ("`inducing`", "['h']", "['f']", "Rename"),
+    ),
     "dict of families lacks a site": (
         lambda: step(two_widths, sgp.AutoSparseGP(two_widths, {"f": sgp.Dual(Z)}), X, y),
         ValueError,

@@ -430,9 +430,10 @@ def test_what_has_no_state_space_form_is_refused(kernel, X, error, message):
         svi.init(jax.random.key(0), X, COUNTS)
 
 
-def test_too_few_waves_are_refused():
-    with pytest.raises(ValueError, match="at least 1"):
-        sgp.AutoMarkovGP(model, num_harmonics=0)
+@pytest.mark.parametrize("number", [0, 2.5, True])
+def test_a_number_of_waves_that_is_no_positive_integer_is_refused(number):
+    with pytest.raises(ValueError, match=f"`num_harmonics` must be a positive integer, got {number}. The default is 8"):
+        sgp.AutoMarkovGP(model, num_harmonics=number)
 
 
 def test_waves_of_a_periodic_kernel_share_its_variance():

@@ -304,8 +304,9 @@ def test_rows_in_another_order_are_refused_in_training():
 
 
 def test_mistakes_are_refused():
-    with pytest.raises(ValueError, match="at least 1"):
-        sgp.AutoVecchiaGP(counts, num_neighbours=0)
+    for number in (0, 2.5):
+        with pytest.raises(ValueError, match=f"`num_neighbours` must be a positive integer, got {number}."):
+            sgp.AutoVecchiaGP(counts, num_neighbours=number)
 
     def slopes(X, y=None):
         f = numpyro.sample("f", sgp.GaussianProcess(KERNEL, sgp.functionals.Derivative(X, 0)))

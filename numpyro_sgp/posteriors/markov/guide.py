@@ -6,10 +6,11 @@ from typing import Any
 from jax.typing import ArrayLike
 from numpyro.infer.autoguide import AutoNormal
 
+from numpyro_sgp._internal.checks import positive
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.guides.members import Joint
 from numpyro_sgp.inducing.points import as_points
-from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, Inducing, for_site
+from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, Inducing, check_names, for_site
 from numpyro_sgp.posteriors.markov.family import Markov
 from numpyro_sgp.posteriors.markov.pair_family import SparseMarkov
 
@@ -57,8 +58,9 @@ class AutoMarkovGP(AbstractAutoSparseGP):
 
     Raises:
         TypeError: a kernel without a state-space form, or, with `space`, that is no sum of such products.
-        ValueError: inputs that are no times, or of another width than `space`; `num_harmonics` below 1; fewer than two
-            inducing times; `parallel` or `inducing` with `space`; `parallel` with `inducing`.
+        ValueError: inputs that are no times, or of another width than `space`; `num_harmonics` that is no positive
+            integer; fewer than two inducing times; a dict that names what is no GP site; `parallel` or `inducing` with
+            `space`; `parallel` with `inducing`.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
@@ -94,9 +96,7 @@ class AutoMarkovGP(AbstractAutoSparseGP):
         joint: Joint = "auto",
         prefix: str = "auto",
     ) -> None:
-        if num_harmonics < 1:
-            msg = f"`num_harmonics` must be at least 1, got {num_harmonics}. The default is 8."
-            raise ValueError(msg)
+        num_harmonics = positive("num_harmonics", num_harmonics, "The default is 8.")
         if space is not None:
             space = as_points(space, "space")
             if parallel:
@@ -114,3 +114,6 @@ class AutoMarkovGP(AbstractAutoSparseGP):
         if self._inducing is None:
             return self._markov
         return SparseMarkov(for_site(self._inducing, site, "inducing"), self._markov.num_harmonics)
+
+    def check_sites(self, sites: set[str]) -> None:
+        check_names(self._inducing, sites, "inducing")

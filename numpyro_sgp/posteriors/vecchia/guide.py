@@ -5,6 +5,7 @@ from typing import Any
 
 from numpyro.infer.autoguide import AutoNormal
 
+from numpyro_sgp._internal.checks import positive
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.guides.members import Joint
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
@@ -40,7 +41,7 @@ class AutoVecchiaGP(AbstractAutoSparseGP):
 
     Raises:
         TypeError: functionals in the place of inputs.
-        ValueError: `num_neighbours` below 1.
+        ValueError: `num_neighbours` that is no positive integer.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, numpyro, numpyro.distributions as dist
@@ -71,10 +72,7 @@ class AutoVecchiaGP(AbstractAutoSparseGP):
         joint: Joint = "auto",
         prefix: str = "auto",
     ) -> None:
-        if num_neighbours < 1:
-            msg = f"`num_neighbours` must be at least 1, got {num_neighbours}. The default is 40."
-            raise ValueError(msg)
-        self._vecchia = Vecchia(num_neighbours)
+        self._vecchia = Vecchia(positive("num_neighbours", num_neighbours, "The default is 40."))
         super().__init__(model, base=base, prefix=prefix, joint=joint)
 
     def family(self, site: str) -> AbstractPosteriorFamily:
