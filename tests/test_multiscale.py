@@ -53,6 +53,8 @@ def test_covariances_are_inner_products_of_gaussians_of_their_own_widths():
     points = sgp.InducingPoints(jnp.asarray(X))
     assert_allclose(u.Kuv(KERNEL, points), u.Kuf(KERNEL, X), rtol=1e-12)
     assert_allclose(points.Kuv(KERNEL, u), u.Kuf(KERNEL, X).T, rtol=1e-12)
+    grid = sgp.InducingGrid.over(X, (3, 2))
+    assert_allclose(u.Kuv(KERNEL, grid), u.Kuf(KERNEL, grid.Z), rtol=1e-12)
     assert_allclose(u.take(jnp.array([2, 0])).Kuf(KERNEL, X), u.Kuf(KERNEL, X)[jnp.array([2, 0])], rtol=1e-12)
 
 

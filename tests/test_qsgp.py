@@ -1,5 +1,6 @@
 """Posteriors over the weights of very many basis functions: against dense Gaussians, by enumeration of all samples."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -442,6 +443,24 @@ def test_with_inducing_variables_that_are_no_function_values_the_mean_is_in_the_
     q = guide.posterior(jax.random.key(0), params, X_NEW)["f"]
     assert_allclose(q.mean, Phi @ weights + 0.2, rtol=1e-8)
     assert_allclose(q.kl, 0.5 * weights @ weights, rtol=1e-8)
+
+
+def test_inducing_inputs_in_a_box_are_function_values_as_others_are():
+    model, _, _ = set_up("fourier", "covariance of inducing variables")
+    guides = [
+        sgp.AutoQSGP(model, basis_batch=BATCH, inducing=inducing)
+        for inducing in (sgp.InducingPoints(jnp.asarray(Z)), sgp.BoundedInducingPoints.at(Z, -2.0, 2.0))
+    ]
+    m, weights, found = RNG.normal(size=len(Z)), RNG.normal(size=(RANK, 1)), []
+    for guide in guides:
+        params = initial_parameters(model, guide, X, Y5)
+        table = dataclasses.replace(params["f_auto_basis"], values=jnp.asarray(weights))
+        params = {**params, "f_auto_m": jnp.asarray(m), "f_auto_basis": table}
+        q = guide.posterior(jax.random.key(0), params, X_NEW)["f"]
+        process = sgp.process_posterior(guide, jax.random.key(0), params, X_NEW)["f"]
+        found.append((q.mean, q.variance, q.kl, process.a, loss_at(params, model, guide, X, Y5)))
+    for plain, bounded in zip(*found, strict=True):
+        assert_allclose(bounded, plain, rtol=1e-8)
 
 
 def test_a_basis_made_from_the_rows_of_the_model_is_refused_at_other_rows():

@@ -250,14 +250,17 @@ def test_a_mean_of_given_values_is_found_in_single_precision_at_many_inputs_that
     assert np.sqrt(np.mean((found - values) ** 2)) < 0.01
 
 
-@pytest.mark.parametrize("natural", [False, True])
-def test_it_starts_at_the_posterior_of_an_svgp(natural):
+@pytest.mark.parametrize(
+    ("natural", "in_a_box"), [(False, False), (True, False), pytest.param(False, True, marks=pytest.mark.thorough)]
+)
+def test_it_starts_at_the_posterior_of_an_svgp(natural, in_a_box):
     def dense_model(X, y=None):
         f = numpyro.sample("f", sgp.GaussianProcess(kernel(), X, lambda X: 0.5 * X[:, 0]))
         with numpyro.plate("data", X.shape[0]):
             numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
 
-    svgp = sgp.AutoSVGP(dense_model, Z + 0.1, natural=natural)
+    inducing = sgp.BoundedInducingPoints.at(Z + 0.1, -5.0, 5.0) if in_a_box else Z + 0.1
+    svgp = sgp.AutoSVGP(dense_model, inducing, natural=natural)
     found = guides.arbitrary_parameters(dense_model, svgp, X, Y)
     process = sgp.process_posterior(svgp, jax.random.key(0), found, X)["f"]
     guide = guide_of("inducing")

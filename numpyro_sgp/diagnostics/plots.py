@@ -9,10 +9,8 @@ import numpy as np
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.inducing import (
     AbstractInducing,
-    BoundedInducingPoints,
+    AbstractPoints,
     GrowingInducing,
-    InducingGrid,
-    InducingPoints,
     as_inducing,
 )
 from numpyro_sgp.optim import num_refused
@@ -104,7 +102,7 @@ def plot_inducing(
         ValueError: inputs of another width.
     """
     inducing, X = as_inducing(inducing), np.asarray(X)
-    if not isinstance(inducing, InducingPoints | InducingGrid | BoundedInducingPoints | GrowingInducing):
+    if not isinstance(inducing, AbstractPoints | GrowingInducing):
         msg = f"`inducing` must have inputs `Z` to be drawn, got {type(inducing).__name__}."
         raise TypeError(msg)
     Z = np.asarray(inducing.Z)

@@ -12,6 +12,7 @@ from numpyro_sgp.inducing.growing import (
 from numpyro_sgp.inducing.multiscale import MultiscaleInducing
 from numpyro_sgp.inducing.points import (
     AbstractInducing,
+    AbstractPoints,
     BoundedInducingPoints,
     InducingPoints,
     as_inducing,
@@ -32,6 +33,7 @@ from numpyro_sgp.inducing.selection import (
 
 __all__ = [
     "AbstractInducing",
+    "AbstractPoints",
     "BoundedInducingPoints",
     "Candidates",
     "GrowingInducing",

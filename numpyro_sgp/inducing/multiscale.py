@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from numpyro_sgp.inducing.growing import GrowingInducing
-from numpyro_sgp.inducing.points import AbstractInducing, BoundedInducingPoints, InducingPoints, as_points
+from numpyro_sgp.inducing.points import AbstractInducing, AbstractPoints, as_points
 from numpyro_sgp.kernels import SquaredExponential
 from numpyro_sgp.kernels.arrays import expand
 from numpyro_sgp.kernels.functional import AbstractFunctional
@@ -85,7 +85,7 @@ class MultiscaleInducing(AbstractInducing):
     def Kuv(self, kernel: Callable, other: AbstractInducing) -> Array:
         if isinstance(other, MultiscaleInducing):
             return self._covariance(kernel, other)
-        if isinstance(other, InducingPoints | BoundedInducingPoints):
+        if isinstance(other, AbstractPoints):
             return self.Kuf(kernel, other.Z)
         if isinstance(other, GrowingInducing):
             return other.Kuv(kernel, self).mT

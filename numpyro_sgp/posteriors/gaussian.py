@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
-from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, GrowingInducing, InducingPoints
+from numpyro_sgp.inducing import AbstractInducing, AbstractPoints, GrowingInducing, InducingPoints
 from numpyro_sgp.math.linalg import cholesky, solve_lower, solve_lower_transposed
 from numpyro_sgp.posteriors.decoupled.formulas import project_orthogonal
 from numpyro_sgp.posteriors.mean_basis import AbstractMeanBasis
@@ -20,7 +20,7 @@ from numpyro_sgp.posteriors.whitened.formulas import whitened
 
 __all__ = ["POINTS", "AbstractGaussian", "InducingGaussian", "MeanPart", "root_of_points"]
 
-POINTS = InducingPoints | BoundedInducingPoints | GrowingInducing
+POINTS = AbstractPoints | GrowingInducing
 
 
 class MeanPart(NamedTuple):

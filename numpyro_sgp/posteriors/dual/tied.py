@@ -13,8 +13,8 @@ from jax import Array
 import jax.numpy as jnp
 
 from numpyro_sgp._internal.eager import as_one_program
-from numpyro_sgp.inducing import AbstractInducing, BoundedInducingPoints, InducingPoints
-from numpyro_sgp.math.linalg import Root, diagonal, root_of
+from numpyro_sgp.inducing import AbstractInducing
+from numpyro_sgp.math.linalg import Root, root_of
 from numpyro_sgp.math.products import (
     congruence_of_upper,
     matmul,
@@ -217,8 +217,5 @@ def shared_covariance(
     """Cov(u, u') for inducing variables that moved from u' to u, the jitter's noise moving along, (..., M, M)."""
     reference = jax.lax.stop_gradient(reference)
     K = inducing.Kuv(kernel, reference)
-    # The compiler would evaluate the whole matrix for its diagonal, which for values of the process is known.
-    points = isinstance(reference, InducingPoints | BoundedInducingPoints)
-    variances = kernel(reference.Z) if points else diagonal(reference.Kuu(kernel))
-    scale = jnp.mean(variances, axis=-1)[..., None, None]
+    scale = jnp.mean(reference.Kuu_diagonal(kernel), axis=-1)[..., None, None]
     return K + jitter * scale * jnp.eye(K.shape[-1], dtype=K.dtype)

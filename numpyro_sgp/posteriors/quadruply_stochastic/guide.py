@@ -13,7 +13,7 @@ from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_sgp.features.finite_rank import has_correlated_weights
 from numpyro_sgp.guides.guide import AbstractAutoSparseGP
-from numpyro_sgp.inducing import InducingPoints, check_new_inputs
+from numpyro_sgp.inducing import AbstractPoints, check_new_inputs
 from numpyro_sgp.math.linalg import default_jitter
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, Inducing, check_names, for_site
 from numpyro_sgp.posteriors.functions import priors
@@ -190,7 +190,7 @@ class AutoQSGP(AbstractAutoSparseGP):
             msg = "`with_posterior` needs a covariance of inducing variables. For a chevron covariance use `with_mean`."
             raise ValueError(msg)
         R, plain = process.R, process.W_sqrt is None and process.mean_basis is None and not process.batch_shape
-        if R is None or not plain or not isinstance(process.inducing, InducingPoints):
+        if R is None or not plain or not isinstance(process.inducing, AbstractPoints):
             msg = "`process` must be the posterior of one latent at inducing inputs, as that of an `AutoSVGP`."
             raise ValueError(msg)
         name = f"{site}_{self.prefix}"

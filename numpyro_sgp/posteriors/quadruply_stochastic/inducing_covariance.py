@@ -11,7 +11,7 @@ import numpy as np
 
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
-from numpyro_sgp.inducing import AbstractInducing, InducingPoints, subset
+from numpyro_sgp.inducing import AbstractInducing, AbstractPoints, subset
 from numpyro_sgp.math.linalg import solve_lower, solve_lower_transposed
 from numpyro_sgp.posteriors.family import Inducing, inducing_param, root_of_prior
 from numpyro_sgp.posteriors.gaussian import InducingGaussian, MeanPart
@@ -55,7 +55,7 @@ class WithInducingCovariance(AbstractQuadruplyStochastic):
         limit = GaussianProcess(kernel, prior.X, jitter=prior.jitter)
         inducing, m, S_sqrt = self._inducing_posterior(fitted, limit)
         L, known = root_of_prior(inducing, limit), None
-        if isinstance(inducing, InducingPoints):
+        if isinstance(inducing, AbstractPoints):
             # The weights say what u does not: their function less its interpolation from u.
             known = solve_lower(L, basis.mean_at(kernel, inducing.Z, numbers)[:, None])[:, 0]
         return InducingGaussian(inducing, L, m, S_sqrt, MeanPart(basis, numbers, known), kernel).process(q)
@@ -65,7 +65,7 @@ class WithInducingCovariance(AbstractQuadruplyStochastic):
         inducing = inducing_param(param, _some_inputs if self.inducing is None else self.inducing, limit, False)
         M, dtype = inducing.num_inducing, limit.X.dtype
         # What features share with u is seen at the inputs of u, which variables that are no function values lack.
-        m = param("m", jnp.zeros(M, dtype)) if isinstance(inducing, InducingPoints) else jnp.zeros(M, dtype)
+        m = param("m", jnp.zeros(M, dtype)) if isinstance(inducing, AbstractPoints) else jnp.zeros(M, dtype)
         return inducing, m, jnp.tril(param("S_sqrt", jnp.eye(M, dtype=dtype)))
 
     def _part(self, param: Parameters, prior: GaussianProcess, kernel: Any) -> Part:
@@ -73,7 +73,7 @@ class WithInducingCovariance(AbstractQuadruplyStochastic):
         inducing, m, S_sqrt = self._inducing_posterior(param, limit)
         blocks = project(inducing, limit.kernel, limit.X, limit.relative_jitter)
         q = whitened(m, S_sqrt, blocks.A, blocks.kff)._replace(kernel=limit.kernel)
-        if not isinstance(inducing, InducingPoints):
+        if not isinstance(inducing, AbstractPoints):
             return Part(q)
         return Part(q, inducing.Z, solve_lower_transposed(blocks.L, blocks.A))
 
