@@ -242,6 +242,17 @@ def test_the_loss_is_minus_the_dense_bound(kind, natural, likelihood):
     assert_allclose(loss_at(params, model, guide, X, y, loss=LOOSE), -dense_bound(model, q_h, dense, y), rtol=1e-8)
 
 
+@pytest.mark.parametrize("kind", ["orthogonal", "hybrid", "full", "solve"])
+def test_at_no_rows_there_are_no_marginals(kind):
+    _, guide, _, params = set_up(kind, False)
+
+    def marginals():
+        q = guide.posterior(jax.random.key(1), params, X_NEW[:0])["f"]
+        return q.mean, q.variance
+
+    assert [each.shape for each in jax.eval_shape(marginals)] == [(0,), (0,)]
+
+
 @some_forms
 def test_the_posterior_at_new_inputs_is_the_dense_conditional_after_pickling_too(kind, natural):
     _, guide, _, params = set_up(kind, natural)

@@ -155,7 +155,7 @@ _MOST_ENTRIES = 2**20
 def _sum_over_blocks(product: Callable[[AbstractInducing, Array], Array], basis: AbstractInducing, a: Array, rows: int):
     """The sum of `product(block of the basis, its part of a)`, with blocks of a bounded number of entries."""
     M = basis.num_inducing
-    size = max(_MOST_ENTRIES // rows, 1)
+    size = max(_MOST_ENTRIES // max(rows, 1), 1)
     if size >= M:
         return product(basis, a)
 
