@@ -321,7 +321,12 @@ def test_values_keep_the_dtype_of_the_inputs_and_are_of_the_same_kernel(name):
             TypeError,
             "Matern32 has no features",
         ),
-        (lambda: features.as_finite_rank(kernels.White(1.0)), TypeError, "White"),
+        (lambda: features.as_finite_rank(kernels.White(1.0)), TypeError, "The kernel White has no features"),
+        (
+            lambda: features.RandomFourier(kernels.Cosine(1.0), 4, jax.random.key(0)).features(X),
+            TypeError,
+            "^The kernel Cosine has no features.*Known are those of the Matérn kernels",
+        ),
     ],
 )
 def test_mistakes_are_explained(make, error, message):

@@ -59,10 +59,11 @@ def terms(kernel: Any, inputs: Callable[[Array], Array] = lambda X: X) -> Iterat
         yield (Factor(kernel, inputs),)
     else:
         msg = (
-            f"Functions drawn from a GP with kernel {type(kernel).__name__} need its spectral density or a finite "
-            "rank, which are known for the stationary kernels, Constant, Linear, Periodic, Polynomial, their Sum and "
-            "Product, Warp and Select of them, and kernels of `numpyro_sgp.features`. Use one of them, or draw values "
-            "at the inputs you need with `guide.posterior(rng_key, params, ...)[site].sample(key)`."
+            f"The kernel {type(kernel).__name__} has no features: neither a spectral density that frequencies are "
+            "drawn from, nor a finite rank. Known are those of the Matérn kernels, SquaredExponential, "
+            "RationalQuadratic, Constant, Linear, Periodic, Polynomial, their Sum and Product, Warp and Select of "
+            "them, and kernels of `numpyro_sgp.features`. Use one of these. Without features there are no functions "
+            "drawn from a GP, but values at given inputs: `guide.posterior(rng_key, params, ...)[site].sample(key)`."
         )
         raise TypeError(msg)
 
