@@ -195,6 +195,20 @@ MISTAKES = {
         ValueError,
         ("'y'", "(7,)", "(7, 1)", "table (7, 7)", "same order of axes"),
     ),
+    "log ratio of one member of a joint posterior": (
+        lambda: sgp.process_posterior(
+            guide := TSVGP(with_level, Z), jax.random.key(0), initial_parameters(with_level, guide, X, y), X
+        )["f"].log_ratio(jnp.zeros(M)),
+        TypeError,
+        ("`log_ratio`", "a joint posterior with other latents", "(6, 5)", "`joint=False`"),
+    ),
+    "log ratio of a dense posterior": (
+        lambda: sgp.process_posterior(
+            guide := TSVGP(model, None), jax.random.key(0), initial_parameters(model, guide, X, y), X
+        )["f"].log_ratio(jnp.zeros(N)),
+        TypeError,
+        ("`log_ratio`", "dense posterior", "no inducing variables"),
+    ),
     "quantiles of point estimates": (
         lambda: (guide := TSVGP(with_noise, Z, base=AutoDelta)).quantiles(
             initial_parameters(with_noise, guide, X, y), [0.5], X

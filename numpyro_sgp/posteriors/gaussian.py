@@ -64,7 +64,8 @@ class InducingGaussian(AbstractGaussian):
         inducing: the inducing variables u.
         L: Cholesky factor of Kuu, (..., M, M).
         m: mean of v, (..., M).
-        S_sqrt: triangular root of the covariance of v, (..., M, M).
+        S_sqrt: triangular root of the covariance of v, (..., M, M); of a member of a joint posterior over D numbers its
+            rows of a root of the whole, (..., M, D).
         part: a part of the mean beside the inducing variables; a family with one gives `moments` itself.
         kernel: the kernel of the process, where it is not the prior's; else None.
     """

@@ -113,7 +113,8 @@ class ProcessPosterior(AbstractProcess):
         L: Cholesky factor of Kuu, or of B = I + W½KW½, (..., M, M).
         a: the mean's weights, (..., M).
         m: mean of q(v), (..., M); None for a dense posterior.
-        R: root of q(v)'s covariance, S = RᵀR, (..., M, M); None for a dense posterior.
+        R: root of q(v)'s covariance, S = RᵀR, (..., M, M), or (..., D, M) for one of several members of a joint
+            posterior over D numbers; None for a dense posterior.
         W_sqrt: roots of the sites' precisions, (..., M); None for a sparse posterior.
         mean_basis: a basis of the mean alone, or None.
         mean_weights: its weights, as it takes them, or None.
@@ -168,8 +169,20 @@ class ProcessPosterior(AbstractProcess):
 
         Where the mean has a basis of its own, the function given v is not the prior's; the divergence of that part,
         which is what KL(q ‖ p) has beyond that of v, is the same for all v and is added.
+
+        Raises:
+            TypeError: a dense posterior, or a member of a joint one.
         """
-        R, m = cast(Array, self.R), cast(Array, self.m)
+        if self.R is None:
+            msg = "`log_ratio` is that of inducing variables, and a dense posterior has no inducing variables."
+            raise TypeError(msg)
+        if self.R.shape[-1] != self.R.shape[-2]:
+            msg = (
+                "`log_ratio` is that of inducing variables with a Gaussian of their own, and these are in a joint "
+                f"posterior with other latents or functions: R has shape {self.R.shape}. Train with `joint=False`."
+            )
+            raise TypeError(msg)
+        R, m = self.R, cast(Array, self.m)
         v = m + matvec_transposed(R, noise)
         log_R = jnp.linalg.slogdet(R)[1]
         ratio = 0.5 * (jnp.sum(v * v, axis=-1) - jnp.sum(noise * noise, axis=-1)) - log_R
