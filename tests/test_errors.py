@@ -317,6 +317,18 @@ MISTAKES = {
         ValueError,
         ("`inducing`", "['h']", "['f']", "Rename"),
     ),
+    **{
+        f"no floor on sites whose roots are taken, {name}": (
+            lambda of=of, make=make: step(of, make(of), X, y, optim=sgp.NaturalGradient(floor=None)),
+            ValueError,
+            (f"`{family}` takes roots", "`floor` of 0 or more", "got None", "Leave `floor` out"),
+        )
+        for name, of, make, family in (
+            ("dense", model, lambda model: TSVGP(model, None), "Dense"),
+            ("dense beside a level", with_level, lambda model: TSVGP(model, None), "Dense"),
+            ("neighbours", model, lambda model: sgp.AutoVecchiaGP(model, num_neighbours=3), "Vecchia"),
+        )
+    },
     "dict of families lacks a site": (
         lambda: step(two_widths, sgp.AutoSparseGP(two_widths, {"f": sgp.Dual(Z)}), X, y),
         ValueError,

@@ -75,6 +75,7 @@ class RowsRun(AbstractJointRun):
             own: Any = value_of(sites)
             if training:
                 family.check_rows(prior, own)
+                family.check_floor(sites)
             self._line = family.in_rows(prior, own.with_earlier(), new=not training)
         variance = prior.kernel(prior.X)
         self.rows[site] = markers(variance)

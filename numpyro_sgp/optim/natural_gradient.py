@@ -84,7 +84,7 @@ class NaturalGradient(AbstractRefusingOptimizer):
             particles, in each of them. 0 keeps Λ₂ positive semi-definite whatever the likelihood. None leaves β as it
             comes: for a likelihood that is not log-concave the fixed point is then exactly the optimum of the bound,
             and only refusals guard the steps; not for posteriors that are held for several steps (`refresh` of
-            `AutoWeightSpaceGP`).
+            `AutoWeightSpaceGP`), nor for those that take roots of β (`AutoTSVGP(model, None)`, `AutoVecchiaGP`).
 
     Raises:
         ValueError: `step_size` outside (0, 1], a negative number of steps, or none at all.

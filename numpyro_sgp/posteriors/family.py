@@ -25,6 +25,7 @@ from numpyro_sgp.posteriors.gaussian import AbstractGaussian
 from numpyro_sgp.posteriors.joint.by_rows import AbstractSiteRows
 from numpyro_sgp.posteriors.moments import Moments, Roots
 from numpyro_sgp.posteriors.parameters import FittedParameters, Parameters
+from numpyro_sgp.posteriors.perturbation import Perturbed
 from numpyro_sgp.posteriors.process import AbstractProcess, TableProcess
 from numpyro_sgp.posteriors.sites import AbstractSites
 
@@ -135,7 +136,13 @@ class AbstractPosteriorFamily(ABC):
 
 
 class AbstractRowFamily(AbstractPosteriorFamily):
-    """A family whose sites are sums over few rows, whose posterior is made without a matrix of all rows."""
+    """A family whose sites are sums over few rows, whose posterior is made without a matrix of all rows.
+
+    Attributes:
+        takes_roots: whether the posterior takes roots of the sites' precisions.
+    """
+
+    takes_roots = False
 
     @property
     def joins(self) -> str:
@@ -173,6 +180,17 @@ class AbstractRowFamily(AbstractPosteriorFamily):
                 f"`{type(self).__name__}` holds one site for each of the {sites.X.shape[0]} rows given at "
                 f"initialisation; a training step came with X of shape {prior.X.shape}. Give all rows at every step. "
                 "`AutoTSVGP` with inducing inputs takes minibatches, and so does `AutoMarkovGP` with inducing times."
+            )
+            raise ValueError(msg)
+
+    def check_floor(self, value: Perturbed) -> None:
+        """Raise where a step asks for precisions of either sign, and the posterior takes roots of them."""
+        zero = value.zero
+        if self.takes_roots and zero.scale is not None and (zero.floor is None or zero.floor < 0.0):
+            msg = (
+                f"`{type(self).__name__}` takes roots of the precisions of its sites, which need a `floor` of 0 or "
+                f"more, got {zero.floor}. Leave `floor` out of `NaturalGradient`, or take `AutoTSVGP` with inducing "
+                "inputs or `AutoMarkovGP`."
             )
             raise ValueError(msg)
 

@@ -107,6 +107,7 @@ class Dense(AbstractRowFamily):
     """
 
     init_from: RegressionPosterior | None = None
+    takes_roots = True
 
     @property
     def joins(self) -> str | None:
@@ -122,6 +123,7 @@ class Dense(AbstractRowFamily):
             K, Kxf = kernel(sites.fixed_X, sites.fixed_X), kernel(sites.fixed_X, prior.X)
             return dual_dense(sites.lambda1, sites.Lambda2, K, Kxf, kff)
         self.check_rows(prior, sites)
+        self.check_floor(value)
         # Other rows, or another order of them, have no site here: the step is refused.
         K = jnp.where(same_rows(sites.X, prior.X), kernel(prior.X, prior.X), jnp.nan)
         return perturbed_moments(value, None, dual_dense(sites.lambda1, sites.Lambda2, K, K, kff))

@@ -37,6 +37,7 @@ class Vecchia(AbstractRowFamily):
     """
 
     num_neighbours: int = 40
+    takes_roots = True
 
     def moments(self, param: Parameters, prior: GaussianProcess, batch_shape: tuple[int, ...]) -> Moments:
         value = param("sites", lambda _: DatumSites.zeros(batch_shape, prior.X, self._places(prior.X)))
@@ -46,6 +47,7 @@ class Vecchia(AbstractRowFamily):
         sites, training = value_of(value), isinstance(value, Perturbed)
         if training:
             self.check_rows(prior, sites)
+            self.check_floor(value)
         rows, kernel = SitesOfRows(sites.fixed_X, sites.lambda1, sites.Lambda2), prior.kernel
         members, near, before = sites.places.indices
         mean, variance = marginals(kernel, members, near, rows)
