@@ -438,7 +438,7 @@ def test_centred_effects_follow_their_scale():
 
 
 def scales_of(group):
-    return {name: {scale.name: scale.power for scale in scales} for name, scales in group.scaled}
+    return {name: {scale.name: scale.power for scale in scaling.scales} for name, scaling in group.scaled}
 
 
 def effects_written(centred):
@@ -593,6 +593,75 @@ def test_coefficients_have_the_exact_posterior_given_scales_of_several_shapes(jo
     np.testing.assert_allclose(b.mean(0), mean, atol=0.03)
     np.testing.assert_allclose(np.cov(b.T), np.linalg.inv(P), atol=0.03)
     np.testing.assert_allclose(draws["coefficient"].reshape(-1, 6).mean(0), mean * sd.ravel(), atol=0.04)
+
+
+MIXED = {
+    "rows": (lambda t, L, z: z @ (t[:, None] * L).T, (3, 2)),
+    "columns": (lambda t, L, z: ((t[:, None] * L) @ z).T, (2, 3)),
+    "einsum": (lambda t, L, z: jnp.einsum("ij,gj->gi", t[:, None] * L, z), (3, 2)),
+    "turned": (lambda t, L, z: ((t[:, None] * L) @ z.T).T, (3, 2)),
+    "scaled later": (lambda t, L, z: t * (z @ L.T), (3, 2)),
+    "upper": (lambda t, L, z: z @ (t[:, None] * L), (3, 2)),
+    "twice": (lambda t, L, z: z @ (t[:, None] * L).T + z, (3, 2)),
+}
+
+
+def correlated(name):
+    """Correlated coefficients of two covariates in each of three groups, from independent numbers."""
+    written, shape = MIXED[name]
+
+    def model(y=REALS):
+        t = numpyro.sample("t", dist.HalfNormal(1.0).expand([2]).to_event(1))
+        L = numpyro.sample("L", dist.LKJCholesky(2, 1.0))
+        z = numpyro.sample("z", dist.Normal(0.0, 1.0).expand(shape).to_event(2))
+        b = numpyro.deterministic("b", written(t, L, z))
+        f = numpyro.sample("f", gp(KERNEL))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Normal(f + in_groups(b), 0.5), obs=y)
+
+    return model
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", MIXED)
+def test_a_triangular_matrix_is_a_scale_where_it_is_one(name):
+    trace = handlers.trace(handlers.seed(sgp.AutoTSVGP(correlated(name), Z), 0)).get_trace()
+    (group,) = trace["auto_latents"]["value"].groups
+    found = {"scaled later": {"L"}, "upper": set(), "twice": set()}.get(name, {"L", "t"})
+    assert set(scales_of(group).get("z", {})) == found
+    assert set(group.latents) == {"z", "t", "L"} - found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["rows", "columns", "turned"])
+def test_correlated_coefficients_have_the_exact_posterior_given_their_scales(name):
+    model = correlated(name)
+    guide = sgp.AutoTSVGP(model, X)
+    svi = SVI(model, guide, sgp.NaturalGradient(1.0), sgp.QuadratureELBO())
+    params = svi.get_params(svi.init(jax.random.key(0)))
+    params["t_auto_loc"], params["L_auto_loc"] = jnp.log(jnp.array([0.5, 1.5])), jnp.array([-0.8])
+    for each in "tL":  # known scales
+        params[f"{each}_auto_scale"] = jnp.full_like(params[f"{each}_auto_scale"], 1e-9)
+    params = svi.run(jax.random.key(0), 3, init_params=params, progress_bar=False).params
+    scales = guide.median(params, y=None)
+    root = np.asarray(scales["t"])[:, None] * np.asarray(scales["L"])
+    H = np.zeros((N, 3, 2))
+    H[np.arange(N), GROUP] = W
+    A = H.reshape(N, 6)
+    C = np.asarray(KERNEL(X, X)) + 0.25 * np.eye(N)
+    P = A.T @ np.linalg.solve(C, A) + np.kron(np.eye(3), np.linalg.inv(root @ root.T))
+    mean, covariance = np.linalg.solve(P, A.T @ np.linalg.solve(C, REALS)), np.linalg.inv(P)
+    draws = guide.sample_posterior(jax.random.key(1), params, y=None, sample_shape=(20000,))
+    b = draws["b"].reshape(-1, 6)
+    np.testing.assert_allclose(b.mean(0), mean, atol=0.03)
+    np.testing.assert_allclose(np.cov(b.T), covariance, atol=0.04)
+    low, high = guide.quantiles(params, [0.15865525393145707, 0.8413447460685429], y=None)["z"]
+    unmixed = np.kron(np.eye(3), np.linalg.inv(root))
+    sd = np.sqrt(np.diag(unmixed @ covariance @ unmixed.T)).reshape(3, 2)
+    middle = (unmixed @ mean).reshape(3, 2)
+    sd, middle = (sd.T, middle.T) if name == "columns" else (sd, middle)
+    np.testing.assert_allclose(high - low, 2.0 * sd, rtol=1e-4)
+    np.testing.assert_allclose(0.5 * (high + low), middle, atol=1e-4)
 
 
 def test_a_full_step_that_goes_far_too_far_is_refused_and_training_goes_on():

@@ -18,7 +18,7 @@ import numpy as np
 from numpyro_sgp._internal.programs import ADDS, MOVES, MOVES_FIRST, inner_program, linear_name
 from numpyro_sgp._internal.row_dependence import Dependence, Fact, fact_of_equation
 
-__all__ = ["Program", "Scale", "traced"]
+__all__ = ["Program", "Scaling", "traced"]
 
 # Linear in one operand, entry by entry: what depends on the result depends on that operand.
 _KEEPS = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "reshape", "squeeze"}
@@ -32,7 +32,7 @@ _COPIES = (_KEEPS - {"neg"}) | (MOVES - {"optimization_barrier"}) | MOVES_FIRST
 # Powers of a positive operand; that of "integer_pow" is one of its parameters.
 _POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0, "integer_pow": None}
 # Products, up to a constant, where the operands are.
-_FACTORS = {"mul", "div"} | _POWERS.keys() | (_KEEPS - {"neg"})
+_FACTORS = {"mul", "div", "transpose"} | _POWERS.keys() | (_KEEPS - {"neg"})
 _INLINED = {"closed_call", "core_call", "jit", "pjit"}
 
 
@@ -59,26 +59,53 @@ class Scale(NamedTuple):
         name: the variable.
         shape: what it is reshaped to, which broadcasts against the latent.
         power: to which it is raised.
+        transposed: whether its last two axes are exchanged after that.
     """
 
     name: str
     shape: tuple[int, ...]
-    power: float
+    power: float = 1.0
+    transposed: bool = False
 
     def to_the(self, power: float) -> "Scale":
         """Raised to a power."""
         return self._replace(power=power * self.power)
 
+    def flipped(self) -> "Scale":
+        """The factor of a transposed matrix."""
+        shape = (1,) * (2 - len(self.shape)) + self.shape
+        if 1 in shape:
+            return self._replace(shape=shape[::-1] if self.shape else ())
+        return self._replace(transposed=not self.transposed)
+
     def moved(self, equation: Any, before: tuple[int, ...], after: tuple[int, ...]) -> "Scale | None":
-        """The factor after an operation that keeps the order of entries; None if that does not give it a shape."""
+        """The factor after an operation that moves entries; None if that does not give it a shape."""
+        kind = equation.primitive.name
+        if kind == "transpose":
+            return self.flipped() if len(after) == 2 else None
         if self.shape in ((), after) or before == after:
             return self
-        if equation.primitive.name == "broadcast_in_dim":
+        if self.transposed:
+            return None
+        if kind == "broadcast_in_dim":
             shape = np.ones(len(after), int)
             padded = (1,) * (len(before) - len(self.shape)) + self.shape
             shape[list(equation.params["broadcast_dimensions"])] = padded
             return self._replace(shape=tuple(shape.tolist()))
         return self._replace(shape=after) if self.shape == before else None
+
+
+class Scaling(NamedTuple):
+    """What a latent is multiplied by.
+
+    Attributes:
+        scales: the factors.
+        axis: where their product is a lower triangular matrix, the axis of the latent that it is multiplied with,
+            counted from the end; None where it is multiplied entry by entry.
+    """
+
+    scales: tuple[Scale, ...]
+    axis: int | None = None
 
 
 Scales = tuple[Scale, ...]
@@ -151,16 +178,19 @@ class Program:
                     facts[number] = _Affine(number) if found == "new" else found
         return facts
 
-    def scales(self, name: str, among: Mapping[int, str], outputs: Collection[str]) -> tuple[Scales, frozenset[int]]:
-        """What an input is multiplied by, entry by entry, before outputs depend on it in any other way.
+    def scaling(
+        self, name: str, among: Mapping[int, str], triangular: Collection[str], outputs: Collection[str]
+    ) -> tuple[Scaling | None, frozenset[int]]:
+        """What an input is multiplied by before outputs depend on it in any other way.
 
         Args:
             name: the input.
             among: names of the variables that may be factors, by number. Other factors depend on no input.
+            triangular: those of them that are lower triangular matrices.
             outputs: names of the outputs.
 
         Returns:
-            The factors, none if there are none or they differ from place to place; and the numbers of the products.
+            The factors, None if there are none or they differ from place to place; and the numbers of the products.
         """
         wanted = {self.outputs[output] for output in outputs}
         needed = set(wanted)
@@ -168,16 +198,16 @@ class Program:
             if needed.intersection(operation.results):
                 needed.update(operation.operands)
         made_by = {result: operation for operation in self.operations for result in operation.results}
-        shape = self.shapes[self.inputs[name]]
-        # Multiples of the input, each with its factors and whether its entries are still in their places.
-        multiples: dict[int, tuple[Scales, bool]] = {self.inputs[name]: ((), True)}
-        products = wanted & multiples.keys()
+        axes = tuple(range(len(self.shapes[self.inputs[name]])))
+        # Multiples of the input, each with its factors and the axis of the input that each of its axes is.
+        multiples: dict[int, tuple[Scales, tuple[int, ...] | None]] = {self.inputs[name]: ((), axes)}
+        products: dict[int, Scaling] = {number: Scaling(()) for number in wanted & multiples.keys()}
         for operation in self.operations:
             inside = [number for number in operation.operands if number in multiples]
             if not inside or not needed.intersection(operation.results):
                 continue
             kind, (result, *others) = linear_name(operation.equation), operation.results
-            factors, in_place = multiples[inside[0]]
+            factors, place = multiples[inside[0]]
             more: Scales | None = None
             if kind in _KEEPS | _LINEAR_IN_FIRST and inside == [operation.operands[0]]:
                 more = ()
@@ -185,20 +215,64 @@ class Program:
                 (other,) = [number for number in operation.operands if number != inside[0]]
                 more = self._factors(other, among, made_by)
                 more = _inverse(more) if kind == "div" and more is not None else more
-            in_place = in_place and kind in _KEEPS | {"mul", "div"} and self.shapes[result] == shape
-            if more is None or others or not (in_place or all(factor.shape == () for factor in more)):
-                products.update(inside)
+            elif kind == "dot_general" and len(inside) == 1 and place is not None and not factors:
+                mixed = self._mixing(operation, inside[0], place, among, triangular, made_by)
+                if mixed is not None:
+                    products[result] = mixed
+                    continue
+            place = self._place_after(operation, place)
+            elsewhere = place != axes and any(factor.shape for factor in more or ())
+            if more is None or others or elsewhere or any(each.name in triangular or each.transposed for each in more):
+                products.update({number: Scaling(multiples[number][0]) for number in inside})
                 continue
-            multiples[result] = tuple(sorted((*factors, *more))), in_place
-            products.update(wanted & {result})
-        found = {multiples[number][0] for number in products}
-        return (found.pop(), frozenset(products)) if len(found) == 1 else ((), frozenset())
+            multiples[result] = tuple(sorted((*factors, *more))), place
+            if result in wanted:
+                products[result] = Scaling(multiples[result][0])
+        found = set(products.values())
+        if len(found) != 1 or not (first := found.pop()).scales:
+            return None, frozenset()
+        return first, frozenset(products)
+
+    def _place_after(self, operation: _Operation, place: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """The axis of an input that each axis of the result is; None where entries are not in their places."""
+        kind, after = linear_name(operation.equation), self.shapes[operation.results[0]]
+        if place is None:
+            return None
+        if kind == "transpose":
+            return tuple(place[axis] for axis in operation.equation.params["permutation"])
+        same = any(self.shapes[operand] == after for operand in operation.operands)
+        return place if same and kind in _KEEPS | {"mul", "div"} and len(after) == len(place) else None
+
+    def _mixing(
+        self,
+        operation: _Operation,
+        number: int,
+        place: tuple[int, ...],
+        among: Mapping[int, str],
+        triangular: Collection[str],
+        made_by: Mapping[int, _Operation],
+    ) -> Scaling | None:
+        """The lower triangular matrix that an input is multiplied with along one of its axes."""
+        (of_both, batch), first = operation.equation.params["dimension_numbers"], operation.operands[0] == number
+        own, others = of_both if first else of_both[::-1]
+        matrix = operation.operands[1 if first else 0]
+        shape = self.shapes[matrix]
+        if len(own) != 1 or batch[0] or len(shape) != 2 or shape[0] != shape[1]:
+            return None
+        factors = self._factors(matrix, among, made_by)
+        if factors is None:
+            return None
+        factors = factors if others[0] == 1 else tuple(each.flipped() for each in factors)
+        roots = [each for each in factors if each.name in triangular]
+        if len(roots) != 1 or roots[0] != Scale(roots[0].name, shape) or any(each.transposed for each in factors):
+            return None
+        return Scaling(tuple(sorted(factors)), place[own[0]] - len(place))
 
     def _factors(self, number: int, among: Mapping[int, str], made_by: Mapping[int, _Operation]) -> Scales | None:
         """The variables that another one is a product of, times what depends on no input; None if it is no product."""
         if number in among:
             shape = self.shapes[number]
-            return (Scale(among[number], () if np.prod(shape) == 1 else shape, 1.0),)
+            return (Scale(among[number], () if np.prod(shape) == 1 else shape),)
         if not self.depends[number]:
             return ()
         if number not in made_by or linear_name(made_by[number].equation) not in _FACTORS:

@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 from numpyro.distributions import constraints
 from numpyro.distributions.distribution import ExpandedDistribution, Independent, MaskedDistribution
 
-__all__ = ["entry_mask", "is_positive", "is_real", "log_prob_of", "observed_mask", "rewrap", "unwrap"]
+__all__ = ["entry_mask", "is_positive", "is_real", "is_triangular", "log_prob_of", "observed_mask", "rewrap", "unwrap"]
 
 
 def unwrap(fn: dist.Distribution) -> dist.Distribution:
@@ -34,6 +34,11 @@ def is_positive(support: Any) -> bool:
         support = support.base_constraint
     lowest = getattr(support, "lower_bound", None)
     return lowest is not None and not isinstance(lowest, Tracer) and bool(np.all(np.asarray(lowest) >= 0.0))
+
+
+def is_triangular(support: Any) -> bool:
+    """Whether a support is one of lower triangular matrices with positive diagonal."""
+    return support in (constraints.lower_cholesky, constraints.corr_cholesky)
 
 
 def rewrap(fn: dist.Distribution, replace: Callable[[Any, tuple[int, ...]], dist.Distribution]) -> dist.Distribution:

@@ -13,7 +13,7 @@ from jax import Array
 import jax.numpy as jnp
 from numpyro import distributions as dist
 
-from numpyro_sgp._internal.predictors import Program, Scale, traced
+from numpyro_sgp._internal.predictors import Program, Scaling, traced
 from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
 from numpyro_sgp.distributions.traces import Trace, scaled_log_prob
 from numpyro_sgp.distributions.wrappers import unwrap
@@ -35,8 +35,8 @@ class Group:
         sites: the GP sites.
         latents: the other latents, in the order of the model.
         gaussian: those of them whose prior is jointly Gaussian where they are unconstrained, given the hyperparameters.
-        scaled: those that the model multiplies by other latents, each with these scales. The product is the member, as
-            if the effects had been written centred, and the scales are left to the base guide.
+        scaled: those that the model multiplies by other latents, each with these. The product is the member, as if the
+            effects had been written centred, and the scales are left to the base guide.
         effects: the one of the latents of which each row of the data looks at one number, with a block of its own.
         coupled: terms that depend on several rows of a GP site at once, each with that site.
         means: the sites whose prior means depend on the latents.
@@ -45,7 +45,7 @@ class Group:
     sites: tuple[str, ...]
     latents: tuple[str, ...]
     gaussian: tuple[str, ...]
-    scaled: tuple[tuple[str, tuple[Scale, ...]], ...] = ()
+    scaled: tuple[tuple[str, Scaling], ...] = ()
     effects: str | None = None
     coupled: tuple[tuple[str, str], ...] = ()
     means: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ def group_of(
     found: set[str],
     inside: list[str],
     latents: list[str],
-    positive: list[str],
+    factors: Mapping[str, bool],
 ) -> Group:
     """GP sites and latents, with those that the prior means of others are made of, as the mean of group effects.
 
@@ -107,7 +107,7 @@ def group_of(
         found: the latents that meet them in terms.
         inside: the latents that may be members.
         latents: all of them, in the order of the model.
-        positive: those that may be scales of members.
+        factors: those that may be scales of members, and whether each is a lower triangular matrix.
     """
     while True:
         parents = {
@@ -123,8 +123,8 @@ def group_of(
     gaussian = [name for name in names if _is_gaussian(program, name, names)]
     while closed := [name for name in gaussian if (depends[f"prior {name}"] & found) - set(gaussian)]:
         gaussian = [name for name in gaussian if name not in closed]
-    scaled = _scaled(program, names, gaussian, positive)
-    left = {scale.name for _, scales in scaled for scale in scales}
+    scaled = _scaled(program, names, gaussian, factors)
+    left = {scale.name for _, scaling in scaled for scale in scaling.scales}
     names, gaussian = ([name for name in each if name not in left] for each in (names, gaussian))
     means = tuple(site for site in sites if depends[f"gp {site} 1"].intersection(names))
     return Group(tuple(sites), tuple(names), tuple(gaussian), scaled, means=means)
@@ -164,18 +164,25 @@ def effects_of(program: Program, depends: Mapping[str, frozenset[str]], trace: T
 
 
 def _scaled(
-    program: Program, names: list[str], gaussian: list[str], positive: list[str]
-) -> tuple[tuple[str, tuple[Scale, ...]], ...]:
-    """The Gaussian latents that all terms know times positive ones only, where no term knows these otherwise."""
+    program: Program, names: list[str], gaussian: list[str], factors: Mapping[str, bool]
+) -> tuple[tuple[str, Scaling], ...]:
+    """The Gaussian latents that all terms know times factors only, where no term knows these otherwise."""
     terms = [output for output in program.outputs if output.startswith("term ")]
-    values = {program.origin(program.outputs[f"value {name}"]): name for name in positive}
-    found = {name: program.scales(name, values, terms) for name in gaussian if name not in positive}
-    found = {name: each for name, each in found.items() if each[0]}
-    known = program.depends_given({number: frozenset({name}) for name, each in found.items() for number in each[1]})
+    values = {program.origin(program.outputs[f"value {name}"]): name for name in factors}
+    triangular = {name for name, is_triangular in factors.items() if is_triangular}
+    found, products = {}, {}
+    for name in gaussian:
+        scaling, numbers = program.scaling(name, values, triangular, terms) if name not in factors else (None, ())
+        if scaling is not None:
+            found[name] = scaling
+            products.update(dict.fromkeys(numbers, frozenset({name})))
+    known = program.depends_given(products)
     seen = frozenset().union(*(known[term] for term in terms)) | frozenset(
         parent for name in names for parent in program.depends[program.outputs[f"prior {name}"]] - {name}
     )
-    return tuple((name, scales) for name, (scales, _) in found.items() if seen.isdisjoint(each.name for each in scales))
+    return tuple(
+        (name, scaling) for name, scaling in found.items() if seen.isdisjoint(each.name for each in scaling.scales)
+    )
 
 
 def _is_gaussian(program: Program, name: str, variable: list[str]) -> bool:

@@ -16,7 +16,8 @@ from jax.typing import ArrayLike
 import numpy as np
 import numpyro
 from numpyro import distributions as dist
-from numpyro.distributions.transforms import AffineTransform
+from numpyro.distributions import constraints
+from numpyro.distributions.transforms import AffineTransform, Transform
 
 from numpyro_sgp._internal.eager import as_one_program
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
@@ -25,7 +26,7 @@ from numpyro_sgp.distributions.traces import Trace
 from numpyro_sgp.distributions.wrappers import unwrap
 from numpyro_sgp.guides.group import Group
 from numpyro_sgp.guides.model_runs import again, log_densities, summed, transforms_of
-from numpyro_sgp.math.linalg import cholesky
+from numpyro_sgp.math.linalg import cholesky, solve_lower
 from numpyro_sgp.math.products import matmul, matvec, matvec_transposed
 from numpyro_sgp.posteriors.joint.formulas import gaussian_prior
 from numpyro_sgp.posteriors.joint.predictors import Rows, prior_covariance
@@ -54,6 +55,37 @@ class Prior(NamedTuple):
     batch_shape: tuple[int, ...]
 
 
+class Unmixed(Transform):
+    """L⁻¹x along an axis of x.
+
+    Args:
+        L: lower triangular, (K, K).
+        axis: counted from the end.
+    """
+
+    domain = codomain = constraints.real  # pyright: ignore[reportAssignmentType]
+
+    def __init__(self, L: Array, axis: int) -> None:
+        self.L, self.axis = L, axis
+
+    def __call__(self, x: Array) -> Array:
+        return self._along(lambda rows: solve_lower(self.L, rows), x)
+
+    def _inverse(self, y: Array) -> Array:
+        return self._along(lambda rows: matmul(self.L, rows), y)
+
+    def _along(self, fn: Callable[[Array], Array], x: Array) -> Array:
+        moved = jnp.moveaxis(x, self.axis, 0)
+        return jnp.moveaxis(fn(moved.reshape(moved.shape[0], -1)).reshape(moved.shape), 0, self.axis)
+
+    def log_abs_det_jacobian(self, x: Array, y: Array, intermediates: Any = None) -> Array:
+        del y, intermediates
+        return jnp.broadcast_to(-jnp.mean(jnp.log(jnp.diagonal(self.L))), jnp.shape(x))  # each entry has its share
+
+    def tree_flatten(self) -> tuple:
+        return (self.L,), (("L",), {"axis": self.axis})
+
+
 class AbstractJointRun(ABC):
     """A joint Gaussian in one run of the guide, given the hyperparameters.
 
@@ -79,9 +111,10 @@ class AbstractJointRun(ABC):
         self.group = group
         self.transforms = transforms_of(trace, group.latents)
         # From the product with its scales back to the latent.
-        for name, scales in group.scaled:
-            powers = [jnp.reshape(trace[each.name]["value"], each.shape) ** -each.power for each in scales]
-            self.transforms[name] = AffineTransform(0.0, functools.reduce(jnp.multiply, powers))
+        for name, (scales, axis) in group.scaled:
+            factors = [jnp.reshape(trace[each.name]["value"], each.shape) ** each.power for each in scales]
+            product = functools.reduce(jnp.multiply, factors)
+            self.transforms[name] = AffineTransform(0.0, 1.0 / product) if axis is None else Unmixed(product, axis)
         shapes = {name: jnp.shape(self.transforms[name].inv(trace[name]["value"])) for name in group.dense}
         ends = np.cumsum([0, *(int(np.prod(shape, dtype=int)) for shape in shapes.values())])
         spans = zip(shapes.items(), ends[:-1].tolist(), ends[1:].tolist(), strict=True)
@@ -250,7 +283,15 @@ class AbstractJointRun(ABC):
             deviation = jnp.sqrt(unit**2 / precision + jnp.sum(turned * turned, axis=0))
             effects = start + unit * (intercept - matvec_transposed(slope, self.mean)) + z * deviation
             found[self.group.effects] = effects.reshape(*effects.shape[:-1], *self.effect_shape)
-        return {name: self.transforms[name](each) for name, each in found.items()}
+        result = {name: self.transforms[name](each) for name, each in found.items()}
+        for name, transform in self.transforms.items():
+            if isinstance(transform, Unmixed):  # linear in several numbers
+                start, stop, shape = self._places[name]
+                columns = jax.vmap(transform, in_axes=-1, out_axes=-1)(root[start:stop].reshape(*shape, -1))
+                deviation = jnp.sqrt(jnp.sum(columns * columns, axis=-1)).ravel()
+                each = transform(mean[start:stop].reshape(shape)).ravel() + z * deviation
+                result[name] = each.reshape(*each.shape[:-1], *shape)
+        return result
 
     def _latents_at(self, model: Callable[[], Any], trace: Trace) -> dict[str, dict[str, Any]]:
         """The latents at the draw v, with the density that q(z) leaves to them.

@@ -17,7 +17,7 @@ from numpyro import handlers
 
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.traces import Trace
-from numpyro_sgp.distributions.wrappers import is_positive, unwrap
+from numpyro_sgp.distributions.wrappers import is_positive, is_triangular, unwrap
 from numpyro_sgp.guides.group import Group, effects_of, group_of, program_of
 from numpyro_sgp.guides.handlers import GivenGaussianProcesses
 from numpyro_sgp.guides.model_runs import first_run
@@ -110,13 +110,14 @@ def find_groups(
     inside = [name for name in latents if name not in parents and not depends[f"prior {name}"].intersection(gps)]
     if joint == "auto":
         _warn_of_families(terms, [name for name in members if kinds[name] is None], inside, family)
-    positive = [name for name in inside if is_positive(trace[name]["fn"].support)]
+    supports = {name: trace[name]["fn"].support for name in inside}
+    factors = {name: is_triangular(each) for name, each in supports.items() if is_triangular(each) or is_positive(each)}
     named = None if joint in ("auto", False) else _checked_names(joint, able, inside, terms, gps)
     if named is not None:
         able, inside = [name for name in able if name in named], [name for name in inside if name in named]
     groups = []
     for sites, others in _components(terms, able, inside) if joint is not False else ():
-        group = group_of(program, depends, sites, others, inside, latents, positive)
+        group = group_of(program, depends, sites, others, inside, latents, factors)
         others_beside = _in_terms_with(sites, terms).intersection(gps) - set(able)
         batch_shape = samples[sites[0]]["fn"].batch_shape
         if not _has_one_form(group, kinds, others_beside, batch_shape, is_named=named is not None):
