@@ -601,6 +601,8 @@ MIXED = {
     "einsum": (lambda t, L, z: jnp.einsum("ij,gj->gi", t[:, None] * L, z), (3, 2)),
     "turned": (lambda t, L, z: ((t[:, None] * L) @ z.T).T, (3, 2)),
     "scaled later": (lambda t, L, z: t * (z @ L.T), (3, 2)),
+    "scaled and turned": (lambda t, L, z: (t[:, None] * (L @ z)).T, (2, 3)),
+    "scaled across": (lambda t, L, z: jnp.diag(t) @ (z @ L.T)[:2], (3, 2)),
     "upper": (lambda t, L, z: z @ (t[:, None] * L), (3, 2)),
     "twice": (lambda t, L, z: z @ (t[:, None] * L).T + z, (3, 2)),
 }
@@ -627,13 +629,13 @@ def correlated(name):
 def test_a_triangular_matrix_is_a_scale_where_it_is_one(name):
     trace = handlers.trace(handlers.seed(sgp.AutoTSVGP(correlated(name), Z), 0)).get_trace()
     (group,) = trace["auto_latents"]["value"].groups
-    found = {"scaled later": {"L"}, "upper": set(), "twice": set()}.get(name, {"L", "t"})
+    found = {"scaled across": {"L"}, "upper": set(), "twice": set()}.get(name, {"L", "t"})
     assert set(scales_of(group).get("z", {})) == found
     assert set(group.latents) == {"z", "t", "L"} - found
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["rows", "columns", "turned"])
+@pytest.mark.parametrize("name", ["rows", "columns", "turned", "scaled later", "scaled and turned"])
 def test_correlated_coefficients_have_the_exact_posterior_given_their_scales(name):
     model = correlated(name)
     guide = sgp.AutoTSVGP(model, X)
@@ -659,7 +661,7 @@ def test_correlated_coefficients_have_the_exact_posterior_given_their_scales(nam
     unmixed = np.kron(np.eye(3), np.linalg.inv(root))
     sd = np.sqrt(np.diag(unmixed @ covariance @ unmixed.T)).reshape(3, 2)
     middle = (unmixed @ mean).reshape(3, 2)
-    sd, middle = (sd.T, middle.T) if name == "columns" else (sd, middle)
+    sd, middle = (sd.T, middle.T) if MIXED[name][1] == (2, 3) else (sd, middle)
     np.testing.assert_allclose(high - low, 2.0 * sd, rtol=1e-4)
     np.testing.assert_allclose(0.5 * (high + low), middle, atol=1e-4)
 

@@ -107,6 +107,26 @@ class Scaling(NamedTuple):
     scales: tuple[Scale, ...]
     axis: int | None = None
 
+    def times(self, factors: tuple[Scale, ...], place: tuple[int, ...] | None) -> "Scaling | None":
+        """With more factors of the product; None where that is not of this form.
+
+        Args:
+            factors: the factors.
+            place: the axis of the latent that each axis of the product is; None where entries are not in their places.
+        """
+        if any(each.shape for each in factors):
+            if place is None or (self.axis is None and place != tuple(range(len(place)))):
+                return None
+            if self.axis is not None:
+                axis = place.index(len(place) + self.axis) - len(place)
+                sides = [(1,) * (len(place) - len(each.shape)) + each.shape for each in factors]
+                if any(shape[axis] != np.prod(shape) for shape in sides):
+                    return None
+                # They scale rows of the matrix.
+                rows = [(shape[axis], 1) if shape[axis] > 1 else () for shape in sides]
+                factors = tuple(each._replace(shape=shape) for each, shape in zip(factors, rows, strict=True))
+        return self._replace(scales=tuple(sorted((*self.scales, *factors))))
+
 
 Scales = tuple[Scale, ...]
 
@@ -200,34 +220,31 @@ class Program:
         made_by = {result: operation for operation in self.operations for result in operation.results}
         axes = tuple(range(len(self.shapes[self.inputs[name]])))
         # Multiples of the input, each with its factors and the axis of the input that each of its axes is.
-        multiples: dict[int, tuple[Scales, tuple[int, ...] | None]] = {self.inputs[name]: ((), axes)}
-        products: dict[int, Scaling] = {number: Scaling(()) for number in wanted & multiples.keys()}
+        multiples: dict[int, tuple[Scaling, tuple[int, ...] | None]] = {self.inputs[name]: (Scaling(()), axes)}
+        products = {number: Scaling(()) for number in wanted & multiples.keys()}
         for operation in self.operations:
             inside = [number for number in operation.operands if number in multiples]
             if not inside or not needed.intersection(operation.results):
                 continue
-            kind, (result, *others) = linear_name(operation.equation), operation.results
-            factors, place = multiples[inside[0]]
-            more: Scales | None = None
-            if kind in _KEEPS | _LINEAR_IN_FIRST and inside == [operation.operands[0]]:
-                more = ()
+            kind, result = linear_name(operation.equation), operation.results[0]
+            scaling, place = multiples[inside[0]]
+            after = None
+            if kind in _KEEPS | _LINEAR_IN_FIRST and inside == [operation.operands[0]] and len(operation.results) == 1:
+                after = scaling, self._place_after(operation, place)
             elif (kind == "mul" and len(inside) == 1) or (kind == "div" and inside == [operation.operands[0]]):
                 (other,) = [number for number in operation.operands if number != inside[0]]
-                more = self._factors(other, among, made_by)
-                more = _inverse(more) if kind == "div" and more is not None else more
-            elif kind == "dot_general" and len(inside) == 1 and place is not None and not factors:
-                mixed = self._mixing(operation, inside[0], place, among, triangular, made_by)
-                if mixed is not None:
-                    products[result] = mixed
-                    continue
-            place = self._place_after(operation, place)
-            elsewhere = place != axes and any(factor.shape for factor in more or ())
-            if more is None or others or elsewhere or any(each.name in triangular or each.transposed for each in more):
-                products.update({number: Scaling(multiples[number][0]) for number in inside})
+                factors, place = self._factors(other, among, made_by), self._place_after(operation, place)
+                if factors is not None and not any(each.name in triangular or each.transposed for each in factors):
+                    more = scaling.times(_inverse(factors) if kind == "div" else factors, place)
+                    after = None if more is None else (more, place)
+            elif kind == "dot_general" and len(inside) == 1 and place is not None and scaling == Scaling(()):
+                after = self._mixing(operation, inside[0], place, among, triangular, made_by)
+            if after is None:
+                products.update({number: multiples[number][0] for number in inside})
                 continue
-            multiples[result] = tuple(sorted((*factors, *more))), place
+            multiples[result] = after
             if result in wanted:
-                products[result] = Scaling(multiples[result][0])
+                products[result] = after[0]
         found = set(products.values())
         if len(found) != 1 or not (first := found.pop()).scales:
             return None, frozenset()
@@ -251,8 +268,8 @@ class Program:
         among: Mapping[int, str],
         triangular: Collection[str],
         made_by: Mapping[int, _Operation],
-    ) -> Scaling | None:
-        """The lower triangular matrix that an input is multiplied with along one of its axes."""
+    ) -> tuple[Scaling, tuple[int, ...]] | None:
+        """The lower triangular matrix that an input is multiplied with along one of its axes, and the result's axes."""
         (of_both, batch), first = operation.equation.params["dimension_numbers"], operation.operands[0] == number
         own, others = of_both if first else of_both[::-1]
         matrix = operation.operands[1 if first else 0]
@@ -266,7 +283,8 @@ class Program:
         roots = [each for each in factors if each.name in triangular]
         if len(roots) != 1 or roots[0] != Scale(roots[0].name, shape) or any(each.transposed for each in factors):
             return None
-        return Scaling(tuple(sorted(factors)), place[own[0]] - len(place))
+        free, mixed = [each for axis, each in enumerate(place) if axis != own[0]], [place[own[0]]]
+        return Scaling(tuple(sorted(factors)), mixed[0] - len(place)), tuple(free + mixed if first else mixed + free)
 
     def _factors(self, number: int, among: Mapping[int, str], made_by: Mapping[int, _Operation]) -> Scales | None:
         """The variables that another one is a product of, times what depends on no input; None if it is no product."""
