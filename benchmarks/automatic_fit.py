@@ -13,11 +13,13 @@ its own, whose processor time counts from its start to the last parameter, impor
     python benchmarks/automatic_fit.py --data yacht.npz --by-hand --output results
     python benchmarks/automatic_fit.py --data yacht.npz --chains --output results
     python benchmarks/automatic_fit.py --nuts --output results
+    python benchmarks/automatic_fit.py --nuts "correlated effects" --output results
 
 With `--budget` there is `fit` alone, with so many seconds, and with `--by-hand` t-SVGP with six settings: trained
 inducing inputs from k-means or, of up to 1000 rows, none; Adam of 0.01 or 0.03 that falls to zero; hyperparameters at
 their mode or with Gaussians. It takes 1500 steps with all rows, or 5000 with batches of 1000. Each has a file of its
 own. With `--chains` there is NUTS, in the place of `fit`.
+`--nuts` compares `fit` with NUTS on its own models, all or those that are named; the others stay in the result.
 `--weak-priors` has wide priors on all hyperparameters, in a file of its own.
 """
 
@@ -301,8 +303,8 @@ def gpflow(p: dict, binary: bool, reduced: bool) -> dict:
     return {**found, "seconds": seconds, "M": len(p["Z"]), "steps": steps, "versions": versions}
 
 
-def against_nuts(reduced: bool) -> list[dict]:
-    """Posteriors of `fit` beside long chains of the dense model: two regressions, counts, and ordered outcomes."""
+def against_nuts(reduced: bool, names: list[str]) -> list[dict]:
+    """Posteriors of `fit` beside long chains of the dense model, for some of the models; all if none is named."""
     from common import beside, long_chains
     import jax
     import jax.numpy as jnp
@@ -326,6 +328,13 @@ def against_nuts(reduced: bool) -> list[dict]:
     effects = 1.0 + 0.7 * rng.normal(size=5)
     problems["effects about a mean"] = (X, f + effects[group] + 0.3 * rng.normal(size=N))
     problems["counts with a bounded level"] = (X, rng.poisson(np.exp(f + 1.0)).astype(float))
+    slopes = rng.normal(size=(8, 2)) @ np.linalg.cholesky(np.array([[0.5, 0.3], [0.3, 0.4]])).T
+    of_eight, covariate = rng.integers(0, 8, N), rng.normal(size=N)
+    varying = f + slopes[of_eight, 0] + slopes[of_eight, 1] * covariate
+    problems["correlated effects"] = (X, varying + 0.3 * rng.normal(size=N))
+    coefficients = np.array([1.5, -1.0, 0.0, 0.0, 0.0, 0.0])
+    several = rng.normal(size=(N, 6))
+    problems["horseshoe"] = (X, f + several @ coefficients + 0.3 * rng.normal(size=N))
 
     def kernel_of(D: int):
         if D == 1:
@@ -345,6 +354,18 @@ def against_nuts(reduced: bool) -> list[dict]:
             with numpyro.plate("groups", 5):
                 effect = numpyro.sample("effect", dist.Normal(0.0, 1.0))
             return dist.Poisson(jnp.exp(f + level + effect[group]))
+        if name == "correlated effects":
+            spread = numpyro.sample("spread", dist.HalfNormal(1.0).expand([2]).to_event(1))
+            root = numpyro.sample("correlation", dist.LKJCholesky(2, 2.0))
+            with numpyro.plate("groups", 8):
+                z = numpyro.sample("z", dist.Normal().expand([2]).to_event(1))
+            effect = numpyro.deterministic("effect", z @ (spread[:, None] * root).T)
+            f = f + effect[of_eight, 0] + effect[of_eight, 1] * covariate
+        if name == "horseshoe":
+            overall = numpyro.sample("spread", dist.HalfCauchy(0.3))
+            each = numpyro.sample("each", dist.HalfCauchy(1.0).expand([6]).to_event(1))
+            z = numpyro.sample("z", dist.Normal().expand([6]).to_event(1))
+            f = f + several @ numpyro.deterministic("coefficient", overall * each * z)
         if name == "effects about a mean":
             middle = numpyro.sample("middle", dist.Normal(0.0, 2.0))
             spread = numpyro.sample("spread", dist.HalfNormal())
@@ -368,7 +389,11 @@ def against_nuts(reduced: bool) -> list[dict]:
             numpyro.sample("y", likelihood, obs=y)
 
     table = []
-    for name, (X, y) in list(problems.items())[1 if reduced else 0 : 2 if reduced else None]:
+    unknown = set(names) - problems.keys()
+    if unknown:
+        raise SystemExit(f"unknown models {sorted(unknown)}; there are {list(problems)}")
+    for name in ["counts with effects"] if reduced else names or list(problems):
+        X, y = problems[name]
         num_samples = 20 if reduced else 4000
         exact, r_hat, ess = long_chains(model, X, group, y, name=name, dense=True, num_samples=num_samples)
 
@@ -380,7 +405,10 @@ def against_nuts(reduced: bool) -> list[dict]:
         draws = result.guide.sample_posterior(
             jax.random.key(2), result.params, X, group, sample_shape=(50 if reduced else 8000,)
         )
-        for latent in sorted(exact.keys() - {"v"}):
+        if name == "correlated effects":
+            for found in (draws, exact):
+                found["correlation"] = found["correlation"][:, 1, 0]
+        for latent in sorted(exact.keys() - {"each", "v", "z"}):
             row = {"model": name, "latent": latent, "r_hat": r_hat, "ess": ess}
             row |= beside(
                 draws[latent], exact[latent], positive=latent in ("lengthscale", "noise", "spread", "variance")
@@ -445,7 +473,7 @@ def measured(library: str, python: str, path: Path, reduced: bool) -> dict:
 
 def main(arguments: argparse.Namespace) -> None:
     """Every data set, fold and library."""
-    from common import data_set, earlier, report
+    from common import data_set, earlier, earlier_table, report
     import numpyro
 
     import numpyro_sgp as sgp
@@ -492,8 +520,12 @@ def main(arguments: argparse.Namespace) -> None:
                     f"NLPD {found['nlpd']:.4f}, error {found['error']:.4f}, {found['seconds']:.0f} s, M = {found['M']}"
                 )
                 print(f"{name} {fold} {title}: {text}", flush=True)
-    if arguments.nuts or arguments.reduced:
-        report("automatic_fit_nuts", {"table": against_nuts(arguments.reduced)}, arguments.output)
+    if arguments.nuts is not None or arguments.reduced:
+        table = against_nuts(arguments.reduced, arguments.nuts or [])
+        before = earlier_table("automatic_fit_nuts", arguments.output) if arguments.nuts else []
+        again = {row["model"] for row in table}
+        table = [row for row in before if row["model"] not in again] + table
+        report("automatic_fit_nuts", {"table": table}, arguments.output)
 
 
 if __name__ == "__main__":
@@ -505,7 +537,7 @@ if __name__ == "__main__":
     parser.add_argument("--budget", type=float, help="seconds for `fit`")
     parser.add_argument("--weak-priors", action="store_true", help="wide priors, lengthscales that grow with columns")
     parser.add_argument("--chains", action="store_true", help="NUTS on the data sets, in place of `fit`")
-    parser.add_argument("--nuts", action="store_true", help="a comparison with NUTS, too")
+    parser.add_argument("--nuts", nargs="*", help="a comparison with NUTS on models of its own, all or those named")
     parser.add_argument("--reduced", action="store_true")
     parser.add_argument("--output", type=Path, help="folder for the results as JSON")
     parser.add_argument("--child", choices=LIBRARIES, help=argparse.SUPPRESS)

@@ -76,6 +76,15 @@ def earlier(name: str, settings: dict, folder: Path | None) -> dict:
     return before["runs"]
 
 
+def earlier_table(name: str, folder: Path | None) -> list[dict]:
+    """The rows of the table of a result that `report` has written, each with the revision that it is of."""
+    path = folder and folder / f"{name}.json"
+    if path is None or not path.exists():
+        return []
+    before = json.loads(path.read_text("utf-8"))
+    return [{"revision": before["environment"]["revision"], **row} for row in before["table"]]
+
+
 def add_run(name: str, result: dict, data: str, fold: int, found: Any, folder: Path | None) -> dict:
     """Add what was found on a fold to the result that is there by now: another process may have written meanwhile."""
     runs = earlier(name, result["settings"], folder)
