@@ -102,7 +102,8 @@ def long_chains(
     chains = MCMC(kernel, **options, chain_method="sequential", progress_bar=False)
     chains.run(jax.random.key(0), *args, **kwargs)
     found = summary(chains.get_samples(group_by_chain=True)).values()
-    r_hat, ess = max(np.max(v["r_hat"]) for v in found), min(np.min(v["n_eff"]) for v in found)
+    # (Entries of a Cholesky factor may be constant: these have none.)
+    r_hat, ess = max(np.nanmax(v["r_hat"]) for v in found), min(np.nanmin(v["n_eff"]) for v in found)
     return chains.get_samples(), float(r_hat), float(ess)
 
 
