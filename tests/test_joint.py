@@ -560,6 +560,20 @@ def test_scales_are_found_in_products_only(name):
 
 
 @pytest.mark.thorough
+def test_a_number_that_is_spread_over_several_scales_is_no_product_of_its_own_shape():
+    def model():
+        t = numpyro.sample("t", dist.HalfNormal(1.0).expand([2]).to_event(1))
+        b = numpyro.sample("b", dist.Normal(0.0, 1.0).expand([1]).to_event(1))
+        f = numpyro.sample("f", gp(KERNEL))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Normal(f + W @ (t * b), 0.3), obs=REALS)
+
+    trace = handlers.trace(handlers.seed(sgp.AutoTSVGP(model, Z), 0)).get_trace()
+    (group,) = trace["auto_latents"]["value"].groups
+    assert group.scaled == ()
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("joint", ["auto", ("f", "b")])
 def test_coefficients_have_the_exact_posterior_given_scales_of_several_shapes(joint):
     def model(y=REALS):

@@ -230,10 +230,10 @@ class Program:
             scaling, place = multiples[inside[0]]
             after = None
             if kind in _KEEPS | _LINEAR_IN_FIRST and inside == [operation.operands[0]] and len(operation.results) == 1:
-                after = scaling, self._place_after(operation, place)
+                after = scaling, self._place_after(operation, inside[0], place)
             elif (kind == "mul" and len(inside) == 1) or (kind == "div" and inside == [operation.operands[0]]):
                 (other,) = [number for number in operation.operands if number != inside[0]]
-                factors, place = self._factors(other, among, made_by), self._place_after(operation, place)
+                factors, place = self._factors(other, among, made_by), self._place_after(operation, inside[0], place)
                 if factors is not None and not any(each.name in triangular or each.transposed for each in factors):
                     more = scaling.times(_inverse(factors) if kind == "div" else factors, place)
                     after = None if more is None else (more, place)
@@ -250,15 +250,20 @@ class Program:
             return None, frozenset()
         return first, frozenset(products)
 
-    def _place_after(self, operation: _Operation, place: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """The axis of an input that each axis of the result is; None where entries are not in their places."""
+    def _place_after(self, operation: _Operation, number: int, place: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """The axis of an input that each axis of the result is; None where entries are not in their places.
+
+        Args:
+            operation: what is done to a multiple of the input.
+            number: of the multiple.
+            place: the axis of the input that each of its axes is.
+        """
         kind, after = linear_name(operation.equation), self.shapes[operation.results[0]]
         if place is None:
             return None
         if kind == "transpose":
             return tuple(place[axis] for axis in operation.equation.params["permutation"])
-        same = any(self.shapes[operand] == after for operand in operation.operands)
-        return place if same and kind in _KEEPS | {"mul", "div"} and len(after) == len(place) else None
+        return place if self.shapes[number] == after and kind in _KEEPS | {"mul", "div"} else None
 
     def _mixing(
         self,
