@@ -618,6 +618,7 @@ MIXED = {
     "scaled and turned": (lambda t, L, z: (t[:, None] * (L @ z)).T, (2, 3)),
     "scaled across": (lambda t, L, z: jnp.diag(t) @ (z @ L.T)[:2], (3, 2)),
     "upper": (lambda t, L, z: z @ (t[:, None] * L), (3, 2)),
+    "weighted before": (lambda t, L, z: (z * W[:3]) @ (t[:, None] * L).T, (3, 2)),
     "twice": (lambda t, L, z: z @ (t[:, None] * L).T + z, (3, 2)),
 }
 
@@ -643,7 +644,7 @@ def correlated(name):
 def test_a_triangular_matrix_is_a_scale_where_it_is_one(name):
     trace = handlers.trace(handlers.seed(sgp.AutoTSVGP(correlated(name), Z), 0)).get_trace()
     (group,) = trace["auto_latents"]["value"].groups
-    found = {"scaled across": {"L"}, "upper": set(), "twice": set()}.get(name, {"L", "t"})
+    found = {"scaled across": {"L"}, "upper": set(), "twice": set(), "weighted before": set()}.get(name, {"L", "t"})
     assert set(scales_of(group).get("z", {})) == found
     assert set(group.latents) == {"z", "t", "L"} - found
 

@@ -8,7 +8,7 @@ its roots alone. No numbers are needed, so the answer is the same within `jax.ji
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -18,25 +18,21 @@ import numpy as np
 from numpyro_sgp._internal.programs import ADDS, MOVES, MOVES_FIRST, inner_program, linear_name
 from numpyro_sgp._internal.row_dependence import Dependence, Fact, fact_of_equation
 
-__all__ = ["Program", "Scaling", "traced"]
+__all__ = ["KEEPS", "LINEAR_IN_FIRST", "Operation", "Program", "traced"]
 
 # Linear in one operand, entry by entry: what depends on the result depends on that operand.
-_KEEPS = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "reshape", "squeeze"}
+KEEPS = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "reshape", "squeeze"}
 _JOINS = {"concatenate", "stack"}
 # Linear in all operands together.
 _LINEAR_TOGETHER = ADDS | _JOINS
 # Linear in the first operand where the others do not depend on inputs.
-_LINEAR_IN_FIRST = (MOVES - _KEEPS) | MOVES_FIRST | {"cumsum", "reduce_sum"}
+LINEAR_IN_FIRST = (MOVES - KEEPS) | MOVES_FIRST | {"cumsum", "reduce_sum"}
 # With one operand that depends on inputs, each number of the result is one of that operand's.
-_COPIES = (_KEEPS - {"neg"}) | (MOVES - {"optimization_barrier"}) | MOVES_FIRST
-# Powers of a positive operand; that of "integer_pow" is one of its parameters.
-_POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0, "integer_pow": None}
-# Products, up to a constant, where the operands are.
-_FACTORS = {"mul", "div", "transpose"} | _POWERS.keys() | (_KEEPS - {"neg"})
+_COPIES = (KEEPS - {"neg"}) | (MOVES - {"optimization_barrier"}) | MOVES_FIRST
 _INLINED = {"closed_call", "core_call", "jit", "pjit"}
 
 
-class _Operation(NamedTuple):
+class Operation(NamedTuple):
     equation: Any
     operands: tuple[int, ...]
     results: tuple[int, ...]
@@ -50,85 +46,6 @@ class _Affine(NamedTuple):
 
 class _Nonlinear(NamedTuple):
     roots: frozenset[int]
-
-
-class Scale(NamedTuple):
-    """A factor of a latent.
-
-    Attributes:
-        name: the variable.
-        shape: what it is reshaped to, which broadcasts against the latent.
-        power: to which it is raised.
-        transposed: whether its last two axes are exchanged after that.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    power: float = 1.0
-    transposed: bool = False
-
-    def to_the(self, power: float) -> "Scale":
-        """Raised to a power."""
-        return self._replace(power=power * self.power)
-
-    def flipped(self) -> "Scale":
-        """The factor of a transposed matrix."""
-        shape = (1,) * (2 - len(self.shape)) + self.shape
-        if 1 in shape:
-            return self._replace(shape=shape[::-1] if self.shape else ())
-        return self._replace(transposed=not self.transposed)
-
-    def moved(self, equation: Any, before: tuple[int, ...], after: tuple[int, ...]) -> "Scale | None":
-        """The factor after an operation that moves entries; None if that does not give it a shape."""
-        kind = equation.primitive.name
-        if kind == "transpose":
-            return self.flipped() if len(after) == 2 else None
-        if self.shape in ((), after) or before == after:
-            return self
-        if self.transposed:
-            return None
-        if kind == "broadcast_in_dim":
-            shape = np.ones(len(after), int)
-            padded = (1,) * (len(before) - len(self.shape)) + self.shape
-            shape[list(equation.params["broadcast_dimensions"])] = padded
-            return self._replace(shape=tuple(shape.tolist()))
-        return self._replace(shape=after) if self.shape == before else None
-
-
-class Scaling(NamedTuple):
-    """What a latent is multiplied by.
-
-    Attributes:
-        scales: the factors.
-        axis: where their product is a lower triangular matrix, the axis of the latent that it is multiplied with,
-            counted from the end; None where it is multiplied entry by entry.
-    """
-
-    scales: tuple[Scale, ...]
-    axis: int | None = None
-
-    def times(self, factors: tuple[Scale, ...], place: tuple[int, ...] | None) -> "Scaling | None":
-        """With more factors of the product; None where that is not of this form.
-
-        Args:
-            factors: the factors.
-            place: the axis of the latent that each axis of the product is; None where entries are not in their places.
-        """
-        if any(each.shape for each in factors):
-            if place is None or (self.axis is None and place != tuple(range(len(place)))):
-                return None
-            if self.axis is not None:
-                axis = place.index(len(place) + self.axis) - len(place)
-                sides = [(1,) * (len(place) - len(each.shape)) + each.shape for each in factors]
-                if any(shape[axis] != np.prod(shape) for shape in sides):
-                    return None
-                # They scale rows of the matrix.
-                rows = [(shape[axis], 1) if shape[axis] > 1 else () for shape in sides]
-                factors = tuple(each._replace(shape=shape) for each, shape in zip(factors, rows, strict=True))
-        return self._replace(scales=tuple(sorted((*self.scales, *factors))))
-
-
-Scales = tuple[Scale, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +62,7 @@ class Program:
         starts: the inputs that it was traced with.
     """
 
-    operations: list[_Operation]
+    operations: list[Operation]
     constants: dict[int, Any]
     inputs: dict[str, int]
     outputs: dict[str, int]
@@ -198,126 +115,10 @@ class Program:
                     facts[number] = _Affine(number) if found == "new" else found
         return facts
 
-    def scaling(
-        self, name: str, among: Mapping[int, str], triangular: Collection[str], outputs: Collection[str]
-    ) -> tuple[Scaling | None, frozenset[int]]:
-        """What an input is multiplied by before outputs depend on it in any other way.
-
-        Args:
-            name: the input.
-            among: names of the variables that may be factors, by number. Other factors depend on no input.
-            triangular: those of them that are lower triangular matrices.
-            outputs: names of the outputs.
-
-        Returns:
-            The factors, None if there are none or they differ from place to place; and the numbers of the products.
-        """
-        wanted = {self.outputs[output] for output in outputs}
-        needed = set(wanted)
-        for operation in reversed(self.operations):
-            if needed.intersection(operation.results):
-                needed.update(operation.operands)
-        made_by = {result: operation for operation in self.operations for result in operation.results}
-        axes = tuple(range(len(self.shapes[self.inputs[name]])))
-        # Multiples of the input, each with its factors and the axis of the input that each of its axes is.
-        multiples: dict[int, tuple[Scaling, tuple[int, ...] | None]] = {self.inputs[name]: (Scaling(()), axes)}
-        products = {number: Scaling(()) for number in wanted & multiples.keys()}
-        for operation in self.operations:
-            inside = [number for number in operation.operands if number in multiples]
-            if not inside or not needed.intersection(operation.results):
-                continue
-            kind, result = linear_name(operation.equation), operation.results[0]
-            scaling, place = multiples[inside[0]]
-            after = None
-            if kind in _KEEPS | _LINEAR_IN_FIRST and inside == [operation.operands[0]] and len(operation.results) == 1:
-                after = scaling, self._place_after(operation, inside[0], place)
-            elif (kind == "mul" and len(inside) == 1) or (kind == "div" and inside == [operation.operands[0]]):
-                (other,) = [number for number in operation.operands if number != inside[0]]
-                factors, place = self._factors(other, among, made_by), self._place_after(operation, inside[0], place)
-                if factors is not None and not any(each.name in triangular or each.transposed for each in factors):
-                    more = scaling.times(_inverse(factors) if kind == "div" else factors, place)
-                    after = None if more is None else (more, place)
-            elif kind == "dot_general" and len(inside) == 1 and place is not None and scaling == Scaling(()):
-                after = self._mixing(operation, inside[0], place, among, triangular, made_by)
-            if after is None:
-                products.update({number: multiples[number][0] for number in inside})
-                continue
-            multiples[result] = after
-            if result in wanted:
-                products[result] = after[0]
-        found = set(products.values())
-        if len(found) != 1 or not (first := found.pop()).scales:
-            return None, frozenset()
-        return first, frozenset(products)
-
-    def _place_after(self, operation: _Operation, number: int, place: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """The axis of an input that each axis of the result is; None where entries are not in their places.
-
-        Args:
-            operation: what is done to a multiple of the input.
-            number: of the multiple.
-            place: the axis of the input that each of its axes is.
-        """
-        kind, after = linear_name(operation.equation), self.shapes[operation.results[0]]
-        if place is None:
-            return None
-        if kind == "transpose":
-            return tuple(place[axis] for axis in operation.equation.params["permutation"])
-        return place if self.shapes[number] == after and kind in _KEEPS | {"mul", "div"} else None
-
-    def _mixing(
-        self,
-        operation: _Operation,
-        number: int,
-        place: tuple[int, ...],
-        among: Mapping[int, str],
-        triangular: Collection[str],
-        made_by: Mapping[int, _Operation],
-    ) -> tuple[Scaling, tuple[int, ...]] | None:
-        """The lower triangular matrix that an input is multiplied with along one of its axes, and the result's axes."""
-        (of_both, batch), first = operation.equation.params["dimension_numbers"], operation.operands[0] == number
-        own, others = of_both if first else of_both[::-1]
-        matrix = operation.operands[1 if first else 0]
-        shape = self.shapes[matrix]
-        if len(own) != 1 or batch[0] or len(shape) != 2 or shape[0] != shape[1]:
-            return None
-        factors = self._factors(matrix, among, made_by)
-        if factors is None:
-            return None
-        factors = factors if others[0] == 1 else tuple(each.flipped() for each in factors)
-        roots = [each for each in factors if each.name in triangular]
-        if len(roots) != 1 or roots[0] != Scale(roots[0].name, shape) or any(each.transposed for each in factors):
-            return None
-        free, mixed = [each for axis, each in enumerate(place) if axis != own[0]], [place[own[0]]]
-        return Scaling(tuple(sorted(factors)), mixed[0] - len(place)), tuple(free + mixed if first else mixed + free)
-
-    def _factors(self, number: int, among: Mapping[int, str], made_by: Mapping[int, _Operation]) -> Scales | None:
-        """The variables that another one is a product of, times what depends on no input; None if it is no product."""
-        if number in among:
-            shape = self.shapes[number]
-            return (Scale(among[number], () if np.prod(shape) == 1 else shape),)
-        if not self.depends[number]:
-            return ()
-        if number not in made_by or linear_name(made_by[number].equation) not in _FACTORS:
-            return None
-        equation, operands, _ = made_by[number]
-        kind = linear_name(equation)
-        of_operands = [self._factors(operand, among, made_by) for operand in operands]
-        if None in of_operands:
-            return None
-        found, *others = cast(list[Scales], of_operands)
-        if others:
-            return found + (others[0] if kind == "mul" else _inverse(others[0]))
-        if kind in _POWERS:
-            power = equation.params["y"] if kind == "integer_pow" else _POWERS[kind]
-            return tuple(each.to_the(power) for each in found)
-        moved = [each.moved(equation, self.shapes[operands[0]], self.shapes[number]) for each in found]
-        return None if None in moved else tuple(cast(Scales, moved))
-
     def origin(self, number: int) -> int:
         """The variable that another one is a copy of in another shape."""
         made_by = {result: operation for operation in self.operations for result in operation.results}
-        while number in made_by and linear_name(made_by[number].equation) in _KEEPS - {"neg"}:
+        while number in made_by and linear_name(made_by[number].equation) in KEEPS - {"neg"}:
             (number,) = made_by[number].operands
         return number
 
@@ -407,10 +208,6 @@ def traced(fn: Callable[[dict[str, Array]], dict[str, Array]], inputs: Mapping[s
     )
 
 
-def _inverse(factors: Scales) -> Scales:
-    return tuple(each.to_the(-1.0) for each in factors)
-
-
 def _bind(equation: Any, operands: list[Any]) -> Any:
     params = equation.primitive.get_bind_params(equation.params)
     functions, params = params if isinstance(params, tuple) else ((), params)  # a pair before JAX 0.10
@@ -419,7 +216,7 @@ def _bind(equation: Any, operands: list[Any]) -> Any:
 
 class _Builder:
     def __init__(self) -> None:
-        self.operations: list[_Operation] = []
+        self.operations: list[Operation] = []
         self.constants: dict[int, Any] = {}
         self.depends: dict[int, frozenset[str]] = {}
         self.shapes: dict[int, tuple[int, ...]] = {}
@@ -469,13 +266,13 @@ class _Builder:
                 return self.known[key]
         depends = frozenset().union(*(self.depends[number] for number in operands))
         results = tuple(self.new(depends, variable.aval.shape) for variable in equation.outvars)
-        self.operations.append(_Operation(equation, operands, results))
+        self.operations.append(Operation(equation, operands, results))
         if key is not None:
             self.known[key] = results
         return results
 
 
-def _of_operation(operation: _Operation, facts: list[_Affine | _Nonlinear | None]) -> Any:
+def _of_operation(operation: Operation, facts: list[_Affine | _Nonlinear | None]) -> Any:
     """The fact about the results: None where they depend on nothing that varies, "new" for a new root."""
     dependent = [fact for fact in facts if fact is not None]
     if not dependent:
@@ -485,7 +282,7 @@ def _of_operation(operation: _Operation, facts: list[_Affine | _Nonlinear | None
     if any(isinstance(fact, _Nonlinear) for fact in dependent):
         return _Nonlinear(roots)
     alone = len(dependent) == 1
-    if name in _KEEPS and alone:
+    if name in KEEPS and alone:
         return dependent[0]
     if (name in ADDS or name == "mul") and alone:
         return dependent[0]
@@ -495,7 +292,7 @@ def _of_operation(operation: _Operation, facts: list[_Affine | _Nonlinear | None
         return dependent[0]
     linear = (
         name in _LINEAR_TOGETHER
-        or (name in _LINEAR_IN_FIRST and alone and facts[0] is not None)
+        or (name in LINEAR_IN_FIRST and alone and facts[0] is not None)
         or (name == "dot_general" and alone)
         or (name == "select_n" and facts[0] is None)
         or (name == "pad" and facts[1] is None)

@@ -13,8 +13,9 @@ from jax import Array
 import jax.numpy as jnp
 from numpyro import distributions as dist
 
-from numpyro_sgp._internal.predictors import Program, Scaling, traced
+from numpyro_sgp._internal.predictors import Program, traced
 from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
+from numpyro_sgp._internal.scaling import Scaling, scaling_of
 from numpyro_sgp.distributions.traces import Trace, scaled_log_prob
 from numpyro_sgp.distributions.wrappers import unwrap
 from numpyro_sgp.guides.model_runs import again, log_densities, transforms_of
@@ -172,7 +173,7 @@ def _scaled(
     triangular = {name for name, is_triangular in factors.items() if is_triangular}
     found, products = {}, {}
     for name in gaussian:
-        scaling, numbers = program.scaling(name, values, triangular, terms) if name not in factors else (None, ())
+        scaling, numbers = scaling_of(program, name, values, triangular, terms) if name not in factors else (None, ())
         if scaling is not None:
             found[name] = scaling
             products.update(dict.fromkeys(numbers, frozenset({name})))
