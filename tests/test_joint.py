@@ -576,16 +576,7 @@ def test_a_number_that_is_spread_over_several_scales_is_no_product_of_its_own_sh
 @pytest.mark.thorough
 @pytest.mark.parametrize("joint", ["auto", ("f", "b")])
 def test_coefficients_have_the_exact_posterior_given_scales_of_several_shapes(joint):
-    def model(y=REALS):
-        s = numpyro.sample("s", dist.HalfNormal(1.0))
-        t = numpyro.sample("t", dist.HalfNormal(1.0).expand([2]).to_event(1))
-        u = numpyro.sample("u", dist.HalfNormal(1.0).expand([3]).to_event(1))
-        b = numpyro.sample("b", dist.Normal(0.0, 1.0).expand([3, 2]).to_event(2))
-        numpyro.deterministic("coefficient", jnp.sqrt(s) * u[:, None] * b / t)
-        f = numpyro.sample("f", gp(KERNEL))
-        with numpyro.plate("data", N):
-            numpyro.sample("y", dist.Normal(f + in_groups(jnp.sqrt(s) * u[:, None] * b / t), 0.5), obs=y)
-
+    model = varying(lambda s, t, u, b: in_groups(jnp.sqrt(s) * u[:, None] * b / t))
     guide = sgp.AutoTSVGP(model, X, joint=joint)
     svi = SVI(model, guide, sgp.NaturalGradient(1.0), sgp.QuadratureELBO())
     state = svi.init(jax.random.key(0))
@@ -600,13 +591,12 @@ def test_coefficients_have_the_exact_posterior_given_scales_of_several_shapes(jo
     H = np.zeros((N, 3, 2))
     H[np.arange(N), GROUP] = W
     A = H.reshape(N, 6) * sd.ravel()
-    C = np.asarray(KERNEL(X, X)) + 0.25 * np.eye(N)
+    C = np.asarray(KERNEL(X, X)) + 0.09 * np.eye(N)
     P = A.T @ np.linalg.solve(C, A) + np.eye(6)
     mean = np.linalg.solve(P, A.T @ np.linalg.solve(C, REALS))
     b = draws["b"].reshape(-1, 6)
     np.testing.assert_allclose(b.mean(0), mean, atol=0.03)
     np.testing.assert_allclose(np.cov(b.T), np.linalg.inv(P), atol=0.03)
-    np.testing.assert_allclose(draws["coefficient"].reshape(-1, 6).mean(0), mean * sd.ravel(), atol=0.04)
 
 
 MIXED = {

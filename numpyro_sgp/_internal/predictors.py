@@ -91,14 +91,13 @@ class Program:
             roots: affine variables.
             variable: names of the inputs that vary.
         """
-        facts = self._facts(variable)
         made_by = {result: operation for operation in self.operations for result in operation.results}
-        parts: set[int] = set()
-        for root in roots:
-            if root in made_by and linear_name(made_by[root].equation) in _JOINS:
-                parts.update(
-                    fact.root for each in made_by[root].operands if isinstance(fact := facts.get(each), _Affine)
-                )
+        joined = [root for root in roots if root in made_by and linear_name(made_by[root].equation) in _JOINS]
+        if not joined:
+            return tuple(roots)
+        facts = self._facts(variable)
+        found = [facts.get(operand) for root in joined for operand in made_by[root].operands]
+        parts = {fact.root for fact in found if isinstance(fact, _Affine)}
         known = self._depends_given({number: frozenset() for number in parts})
         return tuple(sorted({*parts, *(root for root in roots if known[root].intersection(variable))}))
 

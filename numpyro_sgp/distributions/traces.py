@@ -55,7 +55,7 @@ def entry_weights(site: Mapping[str, Any]) -> Array:
 def rows_of_each(trace: Trace, name: str) -> float:
     """How many rows of all data each row of a site stands for: N/B in the plates that hold a minibatch."""
     plates = [trace[frame.name]["args"] for frame in trace[name]["cond_indep_stack"] if frame.name in trace]
-    return float(np.prod([size / (size if subsample is None else subsample) for size, subsample in plates]))
+    return float(np.prod([size / subsample for size, subsample in plates if subsample not in (None, size)]))
 
 
 def check_kept(sites: Iterable[str], guide: Any, loss: str) -> None:

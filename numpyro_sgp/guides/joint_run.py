@@ -82,9 +82,6 @@ class Unmixed(Transform):
         del y, intermediates
         return jnp.broadcast_to(-jnp.mean(jnp.log(jnp.diagonal(self.L))), jnp.shape(x))  # each entry has its share
 
-    def tree_flatten(self) -> tuple:
-        return (self.L,), (("L",), {"axis": self.axis})
-
 
 class AbstractJointRun(ABC):
     """A joint Gaussian in one run of the guide, given the hyperparameters.
