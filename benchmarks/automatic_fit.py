@@ -20,7 +20,8 @@ inducing inputs from k-means or, of up to 1000 rows, none; Adam of 0.01 or 0.03 
 their mode or with Gaussians. It takes 1500 steps with all rows, or 5000 with batches of 1000. Each has a file of its
 own. With `--chains` there is NUTS, in the place of `fit`.
 `--nuts` compares `fit` with NUTS on its own models, all or those that are named; the others stay in the result.
-`--weak-priors` has wide priors on all hyperparameters, in a file of its own.
+`--as-gpflow` has the model of GPflow, in a file of its own: a probit link for classes, and as nothing there has a
+prior, wide priors on all hyperparameters.
 """
 
 import argparse
@@ -52,9 +53,9 @@ def class_scores(p: np.ndarray, y: np.ndarray) -> dict[str, float]:
     return {"nlpd": float(nlpd), "error": float(np.mean((p > 0.5) != (y == 1.0)))}
 
 
-def priors(D: int, weak: bool) -> dict[str, tuple[float, float]]:
+def priors(D: int, as_gpflow: bool) -> dict[str, tuple[float, float]]:
     """Means and standard deviations of the logarithms of hyperparameters."""
-    if weak:
+    if as_gpflow:
         # Lengthscales as Hvarfner, Hellsten and Nardi (2024) have them for unit cubes.
         return {
             "lengthscale": (2.0**0.5 + 0.5 * float(np.log(D)), 3.0**0.5),
@@ -64,22 +65,30 @@ def priors(D: int, weak: bool) -> dict[str, tuple[float, float]]:
     return {"lengthscale": (1.0, 1.0), "variance": (0.0, 1.0), "noise": (-1.0, 1.0)}
 
 
-def model_of(D: int, binary: bool, weak: bool) -> Callable:
+def logits_of(f, as_gpflow: bool):
+    """Of the class 1: f, or with a probit link log Phi(f) - log Phi(-f)."""
+    from jax.scipy.special import log_ndtr
+
+    return log_ndtr(f) - log_ndtr(-f) if as_gpflow else f
+
+
+def model_of(D: int, binary: bool, as_gpflow: bool) -> Callable:
     """The model, with its hyperparameters."""
     import numpyro
     import numpyro.distributions as dist
 
     import numpyro_sgp as sgp
 
-    prior = {name: dist.LogNormal(*of_logarithm) for name, of_logarithm in priors(D, weak).items()}
+    prior = {name: dist.LogNormal(*of_logarithm) for name, of_logarithm in priors(D, as_gpflow).items()}
 
     def model(X, y=None, num_data=None):
         lengthscale = numpyro.sample("lengthscale", prior["lengthscale"].expand([D]).to_event(1))
         variance = numpyro.sample("variance", prior["variance"])
         f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.Matern52(lengthscale, variance), X))
         noise = None if binary else numpyro.sample("noise", prior["noise"])
+        outcome = dist.Bernoulli(logits=logits_of(f, as_gpflow)) if noise is None else dist.Normal(f, noise)
         with numpyro.plate("data", num_data or X.shape[0], subsample_size=X.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=f) if noise is None else dist.Normal(f, noise), obs=y)
+            numpyro.sample("y", outcome, obs=y)
 
     return model
 
@@ -101,7 +110,7 @@ def predictions(guide, params: dict, p: dict, binary: bool, reduced: bool) -> di
             drawn[name] = 1e-12 * scale
         q = guide.posterior(rng_key, drawn, X_test)["f"]
         if binary:
-            return (q.expectation(jax.nn.sigmoid),)
+            return (q.expectation(lambda f: jax.nn.sigmoid(logits_of(f, bool(p["as_gpflow"])))),)
         return q.mean, q.variance + guide.median(drawn, X_test)["noise"] ** 2
 
     draws = jax.random.split(jax.random.key(1), 3 if reduced else DRAWS if scales else 1)
@@ -118,7 +127,7 @@ def ours(p: dict, binary: bool, reduced: bool) -> dict:
 
     numpyro.enable_x64()
     options = {"num_inducing": 5, "num_steps": 5} if reduced else {"budget": float(p["budget"]) or None}
-    model = model_of(p["X"].shape[1], binary, bool(p["weak"]))
+    model = model_of(p["X"].shape[1], binary, bool(p["as_gpflow"]))
     result = sgp.fit(model, jax.random.key(0), (p["X"], p["y"]), progress_bar=False, **options)
     seconds = time.process_time()
     report = result.report
@@ -139,7 +148,7 @@ def by_hand(p: dict, binary: bool, reduced: bool) -> dict:
 
     numpyro.enable_x64()
     X, y = (jax.numpy.asarray(p[name]) for name in ("X", "y"))
-    N, model = len(X), model_of(X.shape[1], binary, bool(p["weak"]))
+    N, model = len(X), model_of(X.shape[1], binary, bool(p["as_gpflow"]))
     M, rate, mode = int(p["M"]), float(p["rate"]), bool(p["mode"])
     steps, B = (1500, N) if N <= _MOST_ROWS_AT_ONCE else (5000, 1000)
     steps = 5 if reduced else steps
@@ -176,7 +185,7 @@ def dense(p: dict, binary: bool, reduced: bool) -> dict:
     jax.config.update("jax_enable_x64", True)
     X, y, X_test = (np.asarray(p[name]) for name in ("X", "y", "X_test"))
     D = X.shape[1]
-    prior = priors(D, bool(p["weak"]))
+    prior = priors(D, bool(p["as_gpflow"]))
     means, sds = np.array([prior["lengthscale"]] * D + [prior["variance"], prior["noise"]]).T
 
     def covariance(w, A, B):
@@ -220,6 +229,7 @@ def dense(p: dict, binary: bool, reduced: bool) -> dict:
 def nuts(p: dict, binary: bool, reduced: bool) -> dict:
     """Long chains of the dense model, at the training and test inputs."""
     from common import long_chains
+    import jax
     import jax.numpy as jnp
     import numpyro
     import numpyro.distributions as dist
@@ -229,7 +239,7 @@ def nuts(p: dict, binary: bool, reduced: bool) -> dict:
     numpyro.enable_x64()
     N, every, y = len(p["X"]), jnp.concatenate([p["X"], p["X_test"]]), jnp.asarray(p["y"])
     D = every.shape[1]
-    prior = {name: dist.LogNormal(*of_logarithm) for name, of_logarithm in priors(D, bool(p["weak"])).items()}
+    prior = {name: dist.LogNormal(*of_logarithm) for name, of_logarithm in priors(D, bool(p["as_gpflow"])).items()}
 
     def model():
         lengthscale = numpyro.sample("lengthscale", prior["lengthscale"].expand([D]).to_event(1))
@@ -238,8 +248,9 @@ def nuts(p: dict, binary: bool, reduced: bool) -> dict:
         if binary:
             L = jnp.linalg.cholesky(K + 1e-8 * variance * jnp.eye(len(every)))
             f = L @ numpyro.sample("v", dist.Normal().expand([len(every)]).to_event(1))
-            numpyro.sample("y", dist.Bernoulli(logits=f[:N]), obs=y)
-            numpyro.deterministic("p", 1.0 / (1.0 + jnp.exp(-f[N:])))
+            logits = logits_of(f, bool(p["as_gpflow"]))
+            numpyro.sample("y", dist.Bernoulli(logits=logits[:N]), obs=y)
+            numpyro.deterministic("p", jax.nn.sigmoid(logits[N:]))
             return
         noise = numpyro.sample("noise", prior["noise"])
         C = K[:N, :N] + noise**2 * jnp.eye(N)
@@ -484,8 +495,8 @@ def main(arguments: argparse.Namespace) -> None:
         result, settings = "automatic_fit_budget", {"budget": arguments.budget}
     if arguments.by_hand:
         result = "automatic_fit_by_hand"
-    if arguments.weak_priors:
-        result, settings = "automatic_fit_weak_priors", {"weak_priors": True}
+    if arguments.as_gpflow:
+        result, settings = "automatic_fit_as_gpflow", {"as_gpflow": True}
     runs = earlier(result, settings, arguments.output)
     sets = {path.stem: {fold: data_set(path, fold) for fold in arguments.folds} for path in arguments.data}
     if arguments.reduced:
@@ -503,7 +514,7 @@ def main(arguments: argparse.Namespace) -> None:
                     path = Path(folder) / "problem.npz"
                     python = arguments.gpflow if library == "gpflow" else sys.executable
                     of_rows = {"X": X, "y": y, "X_test": X_test, "y_test": y_test, "Z": Z}
-                    problem = {"binary": binary, "weak": arguments.weak_priors, "budget": arguments.budget or 0.0}
+                    problem = {"binary": binary, "as_gpflow": arguments.as_gpflow, "budget": arguments.budget or 0.0}
                     np.savez(path, **of_rows, **problem, **options)
                     try:
                         found = measured(library, python, path, arguments.reduced)
@@ -535,7 +546,7 @@ if __name__ == "__main__":
     parser.add_argument("--gpflow", help="interpreter with GPflow")
     parser.add_argument("--by-hand", action="store_true", help="guides with settings, in place of `fit`")
     parser.add_argument("--budget", type=float, help="seconds for `fit`")
-    parser.add_argument("--weak-priors", action="store_true", help="wide priors, lengthscales that grow with columns")
+    parser.add_argument("--as-gpflow", action="store_true", help="GPflow's model: probit link, wide priors")
     parser.add_argument("--chains", action="store_true", help="NUTS on the data sets, in place of `fit`")
     parser.add_argument("--nuts", nargs="*", help="a comparison with NUTS on models of its own, all or those named")
     parser.add_argument("--reduced", action="store_true")
