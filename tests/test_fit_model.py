@@ -1,4 +1,4 @@
-"""`fit` of a model: ends at the optimum of the exact evidence, with its curvature; its choices and its certificate."""
+"""`fit` of a model: hyperparameters about the mode of the exact evidence; its choices and its certificate."""
 
 import dataclasses
 import sys
@@ -27,7 +27,7 @@ from numpyro_sgp.fitting.automatic.budget import Budget, parsed_budget
 from numpyro_sgp.fitting.automatic.placing import placed, precision_of_rows, unexplained
 from numpyro_sgp.fitting.automatic.profile import Profile
 from numpyro_sgp.fitting.automatic.report import evidence_of
-from numpyro_sgp.fitting.automatic.search import Search, laplace_covariance
+from numpyro_sgp.fitting.automatic.search import Search, laplace_covariance, split_normal
 from numpyro_sgp.fitting.automatic.task import Task, effects, few_rows, has_latent_inputs, is_over_time
 
 module = sys.modules["numpyro_sgp.fitting.automatic.fit_model"]  # the attribute is the function
@@ -79,15 +79,57 @@ def covariance_at(evidence, mode):
     return -np.linalg.inv(curvature)
 
 
-def test_a_regression_ends_at_the_mode_of_the_exact_evidence_with_its_curvature():
+def moments_of_sides(evidence, mode):
+    """Mean and covariance where a density is normal on both sides of its mode, along each axis of its curvature.
+
+    Where it is skewed along one axis as another coordinate changes, the mean is that of the third order.
+    """
+    mean, covariance = np.copy(mode), np.zeros((len(mode), len(mode)))
+    variances, axes = np.linalg.eigh(covariance_at(evidence, mode))
+    directions, t = np.sqrt(variances)[:, None] * axes.T, np.linspace(-30.0, 30.0, 60_001)
+    for index, direction in enumerate(directions):
+        ends = [mode - 2.0 * direction, mode + 2.0 * direction]
+        below, above = (0.5 * (evidence(mode) - evidence(end)) for end in ends)
+        p = np.exp(-0.5 * t**2 * np.where(t < 0.0, below, above))
+        p /= p.sum()
+        mean += p @ t * direction
+        covariance += (p @ t**2 - (p @ t) ** 2) * np.outer(direction, direction)
+        for other in np.delete(directions, index, axis=0):  # at the mode there is no slope
+            slopes = [oracles.derivative(lambda s, at=(end, other): evidence(at[0] + s * at[1])) for end in ends]
+            mean += 0.5 * sum(slopes) / 2.0**2 * other
+    return mean, covariance
+
+
+def moments_on_grid(evidence, mean, covariance):
+    """Mean and covariance of a density of two numbers, by its values within five standard deviations."""
+    sds = np.sqrt(np.diag(covariance))
+    grid = np.stack(np.meshgrid(*(m + sd * np.linspace(-5.0, 5.0, 41) for m, sd in zip(mean, sds, strict=True))), -1)
+    grid = grid.reshape(-1, 2)
+    log_p = np.asarray([evidence(z) for z in grid])
+    p = np.exp(log_p - log_p.max())
+    p /= p.sum()
+    mean = p @ grid
+    return mean, (grid - mean).T * p @ (grid - mean)
+
+
+def test_hyperparameters_of_a_regression_have_the_moments_of_the_exact_evidence():
     result = sgp.fit(regression, KEY, (X, Y))
     best = minimize(lambda z: -evidence(z), np.zeros(2), method="Nelder-Mead", options={"xatol": 1e-7, "fatol": 1e-10})
+    expected_mean, expected = moments_of_sides(evidence, best.x)
     median = result.guide.median(result.params, X)
-    assert_allclose([median["lengthscale"], median["noise"]], np.exp(best.x), rtol=1e-3)
+    assert_allclose(np.log([median["lengthscale"], median["noise"]]), expected_mean, atol=1e-3)
     L = result.params["auto_scale_tril"]
-    assert_allclose(L @ L.T, covariance_at(evidence, best.x), rtol=1e-2, atol=1e-5)
+    assert_allclose(L @ L.T, expected, rtol=1e-2, atol=1e-5)
+    # They are nearer to those of the density than the mode and the curvature are.
+    exact_mean, exact = moments_on_grid(evidence, expected_mean, expected)
+    sds = np.sqrt(np.diag(exact))
+    assert np.all(np.abs(expected_mean - exact_mean) < 0.05 * sds)
+    assert np.any(np.abs(best.x - exact_mean) > 0.3 * sds)
+    missing, missing_at_mode = (sds - np.sqrt(np.diag(each)) for each in (expected, covariance_at(evidence, best.x)))
+    assert np.all(np.abs(missing) < np.abs(missing_at_mode))
     report = result.report
-    likelihood = evidence(best.x) + 0.5 * best.x[0] ** 2 + 0.5 * (best.x[1] + 1.0) ** 2
+    at = np.log([median["lengthscale"], median["noise"]])
+    likelihood = evidence(at) + 0.5 * at[0] ** 2 + 0.5 * (at[1] + 1.0) ** 2
     assert_allclose([report.evidence.lower, report.evidence.upper], likelihood, atol=1e-5)
     assert report.converged
     assert report.num_inducing == {}
@@ -184,7 +226,7 @@ def two_columns(X, y=None):
 
 
 @pytest.mark.thorough
-def test_hyperparameters_have_the_covariances_of_the_curvature():
+def test_hyperparameters_that_are_correlated_have_these_moments():
     rng = np.random.default_rng(4)
     X = rng.uniform(-2.0, 2.0, (N, 2))
     y = np.sin(X[:, 0]) + 0.5 * X[:, 1] + 0.1 * rng.normal(size=N)
@@ -198,8 +240,11 @@ def test_hyperparameters_have_the_covariances_of_the_curvature():
     of_base = result.guide.quantiles(result.params, norm.cdf([-1.0, 0.0, 1.0]), X)
     names = ("variance", "lengthscale", "lengthscale2", "noise")  # parameters of these are in another order
     low, median, high = np.log(np.column_stack([of_base[name] for name in names]))
-    expected = covariance_at(evidence, median)
+    mode = minimize(lambda z: -evidence(z), median, method="Nelder-Mead", options={"xatol": 1e-6, "fatol": 1e-9}).x
+    mean, expected = moments_of_sides(evidence, mode)
     sds = np.sqrt(np.diag(expected))
+    assert_allclose(median, mean, atol=0.01)
+    assert np.max(np.abs(mean - mode) / sds) > 0.1
     assert_allclose(high - median, sds, rtol=0.01)
     assert_allclose(median - low, sds, rtol=0.01)
     draws = result.guide.base.sample_posterior(KEY, result.params, sample_shape=(20_000,))
@@ -278,6 +323,40 @@ def test_far_outcomes_and_a_curvature_between_slow_steps():
     for shift in (-0.2, 0.2, 0.0):
         values.append(profile.evaluate({name: start + shift}, slopes=[name], max_change=1e-5)[0])
     assert_allclose(profile.curvature([name]), (values[0] + values[1] - 2.0 * values[2]) / 0.04, rtol=0.02)
+
+
+@pytest.mark.thorough
+def test_a_single_hyperparameter_has_the_moments_of_the_exact_evidence():
+    def model(X, y=None):
+        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
+        f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(lengthscale), X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+    result = sgp.fit(model, KEY, (X, Y))
+    grid = np.linspace(-2.0, 1.0, 2001)
+    log_p = np.asarray([evidence([z, np.log(0.2)]) for z in grid])
+    mode, p = grid[np.argmax(log_p)], np.exp(log_p - log_p.max())
+    mean = p @ grid / p.sum()
+    expected, variance = moments_of_sides(lambda z: evidence([z[0], np.log(0.2)]), np.asarray([mode]))
+    sd = variance[0, 0] ** 0.5
+    assert_allclose(result.params["lengthscale_auto_loc"], expected[0], atol=1e-3)
+    assert_allclose(result.params["lengthscale_auto_scale"], sd, rtol=1e-2)
+    assert abs(expected[0] - mean) < 0.05 * sd
+    assert abs(mode - mean) > 0.3 * sd
+
+
+def test_skewed_densities_have_their_moments():
+    # Normal on either side of zero: the falls are those at plus and minus two.
+    sides, t = np.asarray([[1.5, 0.7], [1.0, 1.0], [0.4, 1.1]]), np.linspace(-20.0, 20.0, 200_001)
+    means, sds = split_normal(2.0 / sides**2)
+    for (above, below), mean, sd in zip(sides, means, sds, strict=True):
+        p = np.exp(-0.5 * (t / np.where(t > 0.0, above, below)) ** 2)
+        p /= p.sum()
+        assert_allclose([mean, sd], [p @ t, np.sqrt(p @ t**2 - (p @ t) ** 2)], atol=1e-5)
+    # A side that is as high as the mode, or not finite, says nothing; a flat one is not infinitely wide.
+    assert_allclose(split_normal(np.asarray([[-1.0, np.inf], [2.0, 2.0], [2.0, np.nan]])), [[0.0] * 3, [1.0] * 3])
+    assert_allclose(split_normal(np.asarray([[1e-9, 2.0]]))[0], np.sqrt(2.0 / np.pi) * 2.0)
 
 
 def test_a_covariance_needs_a_curvature_that_is_that_of_a_maximum():
@@ -449,13 +528,14 @@ def test_a_search_leaves_time_for_the_curvature(monkeypatch):
     monkeypatch.setattr(search.profile, "evaluate", valley)
     checks = 2.0 * search_module._CHECKS
     for _ in range(2):
-        start, search.task = clock.now, dataclasses.replace(task, deadline=clock.now + 15.0 + checks)
+        start, search.task = clock.now, dataclasses.replace(task, deadline=clock.now + 19.0 + checks)
         search._minimise()
         assert not search.converged
         ends.append(clock.now - start)
         search.profile.seconds = 0.0
-    # Two latents have two curvatures, of two evaluations each, as has each draw of their check.
-    assert 11.0 < ends[0] < 15.0 < ends[1] - checks < 20.0
+    # Two latents have two curvatures and are skewed along two axes, of two evaluations each, as has each draw of a check.
+    assert 11.0 < ends[0] < 15.0
+    assert 19.0 < ends[1] - checks < 24.0
 
 
 @pytest.mark.thorough
@@ -697,7 +777,7 @@ def over_time(X, trend, y=None):
 
 
 @pytest.mark.thorough
-def test_a_function_of_many_times_is_smoothed_and_ends_at_the_mode_of_the_exact_evidence(monkeypatch):
+def test_a_function_of_many_times_is_smoothed_and_has_hyperparameters_of_the_exact_evidence(monkeypatch):
     monkeypatch.setattr(module, "_MANY_TIMES", 10)
     monkeypatch.setattr(module, "_PART_OF_TIMES", 25)
     trend = RNG.normal(size=N)
@@ -716,7 +796,8 @@ def test_a_function_of_many_times_is_smoothed_and_ends_at_the_mode_of_the_exact_
 
     best = minimize(lambda z: -evidence(z), np.zeros(2), method="Nelder-Mead", options={"xatol": 1e-7, "fatol": 1e-10})
     median = result.guide.median(result.params, X, trend)
-    assert_allclose([median["lengthscale"], median["noise"]], np.exp(best.x), rtol=1e-3)
+    mean, _ = moments_of_sides(evidence, best.x)
+    assert_allclose([median["lengthscale"], median["noise"]], np.exp(mean), rtol=5e-3)
     C = covariance(median["lengthscale"]) + 4.0 * np.outer(trend, trend) + float(median["noise"]) ** 2 * np.eye(N)
     assert_allclose(median["slope"], 4.0 * trend @ np.linalg.solve(C, y), atol=1e-4)
     assert_allclose(median["f"], covariance(median["lengthscale"]) @ np.linalg.solve(C, y), atol=1e-4)

@@ -283,3 +283,25 @@ class Profile:
             found[index] = (slopes[1] - slopes[0]) / (2.0 * step)
         self.state = state
         return found
+
+    def along(self, names: Sequence[str], directions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The loss and its gradients, at the best sites, where some parameters are moved along directions and back.
+
+        Args:
+            names: of the parameters; the entries of the first come first.
+            directions: (K, D).
+
+        Returns:
+            Losses, (K, 2), infinite where they are not finite, and gradients, (K, 2, D), which are NaN there.
+        """
+        state, flat, unravel = self.state, *ravel_pytree([self.unconstrained[name] for name in names])
+        losses, slopes = np.zeros((len(directions), 2)), np.full((len(directions), 2, len(flat)), np.nan)
+        for index, direction in enumerate(directions):
+            for side, sign in enumerate((1.0, -1.0)):
+                self.state = state
+                moved = unravel(flat + jnp.asarray(sign * direction, flat.dtype))
+                losses[index, side], grads = self.evaluate(dict(zip(names, moved, strict=True)))
+                if grads:
+                    slopes[index, side] = _flat(grads, names)
+        self.state = state
+        return losses, slopes

@@ -24,7 +24,7 @@ from numpyro_sgp.guides.joint_run import INITIAL_SCALE
 from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
 from numpyro_sgp.posteriors.markov.guide import AutoMarkovGP
 
-__all__ = ["NEGLIGIBLE", "Search", "laplace_covariance"]
+__all__ = ["NEGLIGIBLE", "Search", "laplace_covariance", "split_normal"]
 
 # Nats a row: what gains less was the last of its kind.
 NEGLIGIBLE = 1e-3
@@ -43,6 +43,9 @@ _MOST_CURVATURES, _FLAT = 100, 1e-4
 # Deviations of latents, and their opposites, at which a Laplace approximation is held against the bound.
 # Some excess is that of sites that do not follow a noise scale, say; its limit is in nats, and for each entry.
 _CHECKS, _MOST_EXCESS, _MOST_EXCESS_EACH = 4, 5.0, 3.0
+# In standard deviations: how far from the mode the bound says how skewed a posterior is; how wide one side may be, and
+# how far the mean may be from the mode.
+_AT, _WIDEST, _FARTHEST = 2.0, 3.0, 2.0
 
 
 class Search:
@@ -289,8 +292,8 @@ class Search:
         return False
 
     def _is_over(self) -> bool:
-        """Whether there is time for nothing but the curvatures, of two evaluations each, and their check."""
-        number = self._num_curvatures + _CHECKS if self._num_curvatures else 0
+        """Whether there is time for nothing but curvatures and skewness, of two evaluations each, and their check."""
+        number = 2 * self._num_curvatures + _CHECKS if self._num_curvatures else 0
         return time.perf_counter() + 2 * number * self.profile.seconds > self.task.deadline
 
     @property
@@ -308,8 +311,8 @@ class Search:
         """Give latents outside of the joint posterior the standard deviations that the curvature of the bound says.
 
         For a Gaussian posterior these are the best ones of independent Gaussians; `covariance` has those of a joint
-        one, unless the bound is far lower there than a Gaussian posterior's. False where the bound is so with these,
-        and where they are too many, which get the same one.
+        one, unless the bound is far lower there than a Gaussian posterior's. Then skewness moves them from the mode to
+        the mean. False where the bound is so with these, and where they are too many, which get the same one.
         """
         if self._is_gaussian is None:
             self._is_gaussian = self._widened()
@@ -329,14 +332,47 @@ class Search:
         # Where the bound is flat, or not at its maximum, half a unit is as good as any.
         sd = np.where(h > _FLAT, 1.0 / np.sqrt(np.maximum(h, _FLAT)), 0.5)
         flat, unravel = ravel_pytree([values[name] for name in names])
-        widths = [self._unconstrained_scale(each) for each in unravel(jnp.asarray(sd, flat.dtype))]
         most = max(_MOST_EXCESS, _MOST_EXCESS_EACH * len(sd))
         is_gaussian = self._excess(curvature, np.diag(sd)) < most
         # Along a ridge, as that of a factor of f and the variance of f, q(f) does not follow.
         if self.covariance is not None and not self._excess(curvature, np.linalg.cholesky(self.covariance)) < most:
             self.covariance = None
+        if is_gaussian and (self.covariance is not None or len(sd) == 1):
+            sd = self._unskewed(sd)
+        widths = [self._unconstrained_scale(each) for each in unravel(jnp.asarray(sd, flat.dtype))]
         self.profile.move(dict(zip(self.scales, widths, strict=True)))
         return is_gaussian
+
+    def _unskewed(self, sd: np.ndarray) -> np.ndarray:
+        """Move latents from the mode to the mean, and correct `covariance`, or the standard deviation of a single one.
+
+        Along each principal axis of the covariance, the density is taken to be normal with one standard deviation on
+        either side of the mode, which the bound gives there, as in INLA (Martins, Simpson, Lindgren and Rue, 2013).
+        Where its slope along another axis is the same on both sides, the mean moves along that one, too.
+
+        Args:
+            sd: the standard deviations of independent Gaussians.
+        """
+        names, at_mode = self._of_scales, self.profile.state
+        flat, unravel = ravel_pytree([self.profile.unconstrained[name] for name in names])
+        variances, axes = (sd**2, np.eye(len(sd))) if self.covariance is None else np.linalg.eigh(self.covariance)
+        directions = np.sqrt(variances)[:, None] * axes.T
+        value, _ = self.profile.evaluate({})
+        losses, slopes = self.profile.along(names, _AT * directions)
+        means, ratios = split_normal(losses - value)
+        # Half of d³ log p / dz_i dz_j², of standardised coordinates, (j, i).
+        bends = -0.5 * np.sum(slopes @ directions.T, axis=1) / _AT**2
+        bends = np.where(np.isfinite(bends), bends, 0.0)
+        np.fill_diagonal(bends, 0.0)
+        means = np.clip(means + np.sum(bends, axis=0), -_FARTHEST, _FARTHEST)
+        moved = unravel(flat + jnp.asarray(means @ directions, flat.dtype))
+        if not np.isfinite(self.profile.evaluate(dict(zip(names, moved, strict=True)))[0]):
+            self.profile.state = at_mode
+            return sd
+        if self.covariance is None:
+            return ratios * sd
+        self.covariance = (directions.T * ratios**2) @ directions
+        return sd
 
     def _excess(self, curvature: np.ndarray, root: np.ndarray) -> float:
         """How much more the bound falls within standard deviations of the latents than its curvature says, in nats.
@@ -386,6 +422,18 @@ class Search:
     def _of_scales(self) -> list[str]:
         """Where those latents are whose standard deviations are `scales`."""
         return [name.removesuffix("_scale") + "_loc" for name in self.scales]
+
+
+def split_normal(falls: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Means, and standard deviations, of densities that are normal on either side of their modes.
+
+    Args:
+        falls: of the negative logarithm of the densities on both sides, at the mode plus and minus `_AT`, (K, 2).
+    """
+    sides = np.where((falls > 0.0) & np.isfinite(falls), _AT / np.sqrt(2.0 * np.maximum(falls, 1e-12)), 1.0)
+    sides = np.clip(sides, 1.0 / _WIDEST, _WIDEST)
+    apart = sides[:, 0] - sides[:, 1]
+    return np.sqrt(2.0 / np.pi) * apart, np.sqrt((1.0 - 2.0 / np.pi) * apart**2 + sides[:, 0] * sides[:, 1])
 
 
 def laplace_covariance(curvature: np.ndarray) -> np.ndarray | None:
