@@ -17,6 +17,7 @@ import optax
 import oracles
 import pytest
 from scipy.optimize import minimize, rosen, rosen_der
+from scipy.special import digamma, polygamma
 from scipy.stats import norm
 
 import numpyro_sgp as sgp
@@ -27,7 +28,7 @@ from numpyro_sgp.fitting.automatic.budget import Budget, parsed_budget
 from numpyro_sgp.fitting.automatic.placing import placed, precision_of_rows, unexplained
 from numpyro_sgp.fitting.automatic.profile import Profile
 from numpyro_sgp.fitting.automatic.report import evidence_of
-from numpyro_sgp.fitting.automatic.search import Search, laplace_covariance, split_normal
+from numpyro_sgp.fitting.automatic.search import Search, laplace_covariance, moments_along
 from numpyro_sgp.fitting.automatic.task import Task, effects, few_rows, has_latent_inputs, is_over_time
 
 module = sys.modules["numpyro_sgp.fitting.automatic.fit_model"]  # the attribute is the function
@@ -80,17 +81,27 @@ def covariance_at(evidence, mode):
 
 
 def moments_of_sides(evidence, mode):
-    """Mean and covariance where a density is normal on both sides of its mode, along each axis of its curvature.
+    """Mean and covariance by a density's values and slopes on both sides of its mode, along axes of its curvature.
 
-    Where it is skewed along one axis as another coordinate changes, the mean is that of the third order.
+    It is a quartic between and a parabola beyond. Where it is skewed along one axis as another coordinate changes, the
+    mean is that of the third order.
     """
     mean, covariance = np.copy(mode), np.zeros((len(mode), len(mode)))
     variances, axes = np.linalg.eigh(covariance_at(evidence, mode))
     directions, t = np.sqrt(variances)[:, None] * axes.T, np.linspace(-30.0, 30.0, 60_001)
     for index, direction in enumerate(directions):
+        log_p = np.zeros_like(t)
         ends = [mode - 2.0 * direction, mode + 2.0 * direction]
-        below, above = (0.5 * (evidence(mode) - evidence(end)) for end in ends)
-        p = np.exp(-0.5 * t**2 * np.where(t < 0.0, below, above))
+        for sign, end in zip((-1.0, 1.0), ends, strict=True):
+            value = evidence(end) - evidence(mode)
+            slope = oracles.derivative(lambda s, at=(end, sign * direction): evidence(at[0] + s * at[1]))
+            more = np.linalg.solve([[8.0, 16.0], [12.0, 32.0]], [value + 2.0, slope + 2.0])
+            inside = np.polynomial.Polynomial([0.0, 0.0, -0.5, *more])
+            precision = max(-inside.deriv(2)(2.0), 0.25)
+            u = np.abs(t)
+            side = np.where(u < 2.0, inside(u), value + slope * (u - 2.0) - 0.5 * precision * (u - 2.0) ** 2)
+            log_p = np.where(sign * t > 0.0, side, log_p)
+        p = np.exp(log_p)
         p /= p.sum()
         mean += p @ t * direction
         covariance += (p @ t**2 - (p @ t) ** 2) * np.outer(direction, direction)
@@ -125,8 +136,8 @@ def test_hyperparameters_of_a_regression_have_the_moments_of_the_exact_evidence(
     sds = np.sqrt(np.diag(exact))
     assert np.all(np.abs(expected_mean - exact_mean) < 0.05 * sds)
     assert np.any(np.abs(best.x - exact_mean) > 0.3 * sds)
-    missing, missing_at_mode = (sds - np.sqrt(np.diag(each)) for each in (expected, covariance_at(evidence, best.x)))
-    assert np.all(np.abs(missing) < np.abs(missing_at_mode))
+    assert_allclose(np.sqrt(np.diag(expected)), sds, rtol=0.03)
+    assert covariance_at(evidence, best.x)[0, 0] ** 0.5 < 0.9 * sds[0]
     report = result.report
     at = np.log([median["lengthscale"], median["noise"]])
     likelihood = evidence(at) + 0.5 * at[0] ** 2 + 0.5 * (at[1] + 1.0) ** 2
@@ -337,26 +348,33 @@ def test_a_single_hyperparameter_has_the_moments_of_the_exact_evidence():
     grid = np.linspace(-2.0, 1.0, 2001)
     log_p = np.asarray([evidence([z, np.log(0.2)]) for z in grid])
     mode, p = grid[np.argmax(log_p)], np.exp(log_p - log_p.max())
-    mean = p @ grid / p.sum()
+    p /= p.sum()
+    mean = p @ grid
     expected, variance = moments_of_sides(lambda z: evidence([z[0], np.log(0.2)]), np.asarray([mode]))
     sd = variance[0, 0] ** 0.5
     assert_allclose(result.params["lengthscale_auto_loc"], expected[0], atol=1e-3)
     assert_allclose(result.params["lengthscale_auto_scale"], sd, rtol=1e-2)
     assert abs(expected[0] - mean) < 0.05 * sd
     assert abs(mode - mean) > 0.3 * sd
+    assert_allclose(sd, np.sqrt(p @ (grid - mean) ** 2), rtol=0.03)
 
 
 def test_skewed_densities_have_their_moments():
-    # Normal on either side of zero: the falls are those at plus and minus two.
-    sides, t = np.asarray([[1.5, 0.7], [1.0, 1.0], [0.4, 1.1]]), np.linspace(-20.0, 20.0, 200_001)
-    means, sds = split_normal(2.0 / sides**2)
-    for (above, below), mean, sd in zip(sides, means, sds, strict=True):
-        p = np.exp(-0.5 * (t / np.where(t > 0.0, above, below)) ** 2)
-        p /= p.sum()
-        assert_allclose([mean, sd], [p @ t, np.sqrt(p @ t**2 - (p @ t) ** 2)], atol=1e-5)
-    # A side that is as high as the mode, or not finite, says nothing; a flat one is not infinitely wide.
-    assert_allclose(split_normal(np.asarray([[-1.0, np.inf], [2.0, 2.0], [2.0, np.nan]])), [[0.0] * 3, [1.0] * 3])
-    assert_allclose(split_normal(np.asarray([[1e-9, 2.0]]))[0], np.sqrt(2.0 / np.pi) * 2.0)
+    # z = log(g) for a gamma distributed g: log p = a z - exp(z), with mode log(a) and curvature a.
+    for a in (1.5, 4.0, 50.0):
+        sd, sides = a**-0.5, np.asarray([2.0, -2.0])
+        falls = a * (np.exp(sides * sd) - 1.0 - sides * sd)
+        slopes = np.sign(sides) * a * sd * (np.exp(sides * sd) - 1.0)
+        mean, ratio = moments_along(falls, slopes)
+        exact_mean, exact_sd = digamma(a) - np.log(a), polygamma(1, a) ** 0.5
+        assert abs(mean * sd - exact_mean) < 0.03 * exact_sd
+        assert_allclose(ratio * sd, exact_sd, rtol=0.02)
+    # A side that is as high as the mode, or not finite, says nothing.
+    for falls, slopes in (([-1.0, np.inf], [1.0, 2.0]), ([2.0, 2.0], [2.0, 2.0]), ([2.0, np.nan], [np.nan, 2.0])):
+        assert_allclose(moments_along(np.asarray(falls), np.asarray(slopes)), [0.0, 1.0], atol=1e-6)
+    # A wall leaves the other side; a side that is flat is not infinitely wide.
+    assert_allclose(moments_along(np.asarray([1e8, 2.0]), np.asarray([1.0, 2.0]))[0], -np.sqrt(2.0 / np.pi), atol=0.01)
+    assert 1.0 < moments_along(np.asarray([1e-6, 2.0]), np.asarray([0.0, 2.0]))[0] < 3.0
 
 
 def test_a_covariance_needs_a_curvature_that_is_that_of_a_maximum():

@@ -88,12 +88,13 @@ def fit(
     **A model**: `fit(model, rng_key, data)`. The guide is `AutoTSVGP`. Inducing inputs are chosen greedily, and again
     as the hyperparameters settle, as many as the data need: what they leave of the variance of f is to be a fiftieth of
     the variance with which a row tells it. If all rows are seen at once, L-BFGS maximises the bound with q(u) at its
-    best, and latents outside of the joint posterior get a Laplace approximation, with the curvature there, if the bound
-    agrees. If not, cycles of natural steps and Adam on minibatches, each twice as long as the one before, train
-    inducing inputs too and end where the bound no longer rises. In the place of inducing inputs, unless options of
-    these or a `batch_size` are given, one function of few rows has the dense posterior, `AutoTSVGP(model, None)` (up to
-    300; with Gaussian noise up to 2000), and one of more than 2000 times is smoothed by `AutoMarkovGP` if that takes
-    its kernel exactly. Nothing is standardised: the model's priors should fit the units of the data.
+    best, and latents outside of the joint posterior get a Laplace approximation, with the curvature there and moved
+    from the mode to the mean, if the bound agrees. If not, cycles of natural steps and Adam on minibatches, each twice
+    as long as the one before, train inducing inputs too and end where the bound no longer rises. In the place of
+    inducing inputs, unless options of these or a `batch_size` are given, one function of few rows has the dense
+    posterior, `AutoTSVGP(model, None)` (up to 300; with Gaussian noise up to 2000), and one of more than 2000 times is
+    smoothed by `AutoMarkovGP` if that takes its kernel exactly. Nothing is standardised: the model's priors should fit
+    the units of the data.
 
     **An `SVI`**: `fit(svi, rng_key, data, batch_size=...)`. Each epoch visits N // batch_size batches without
     replacement, in a fresh random order; the rows that are left over where batch_size does not divide N are others in

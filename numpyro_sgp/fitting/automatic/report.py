@@ -47,7 +47,7 @@ class FitReport:
         converged: whether training ended because the bound no longer rose.
         evidence: bounds of the log evidence, of a regression with one GP and Gaussian noise.
         joint: GP sites and latents that have one joint posterior, for each such group.
-        laplace: latents with a Laplace approximation.
+        laplace: latents with a Laplace approximation, moved from the mode to the mean.
         independent: latents with independent Gaussians, which steps have trained.
         seconds: wall time.
     """

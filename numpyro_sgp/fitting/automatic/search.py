@@ -24,7 +24,7 @@ from numpyro_sgp.guides.joint_run import INITIAL_SCALE
 from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
 from numpyro_sgp.posteriors.markov.guide import AutoMarkovGP
 
-__all__ = ["NEGLIGIBLE", "Search", "laplace_covariance", "split_normal"]
+__all__ = ["NEGLIGIBLE", "Search", "laplace_covariance", "moments_along"]
 
 # Nats a row: what gains less was the last of its kind.
 NEGLIGIBLE = 1e-3
@@ -43,9 +43,9 @@ _MOST_CURVATURES, _FLAT = 100, 1e-4
 # Deviations of latents, and their opposites, at which a Laplace approximation is held against the bound.
 # Some excess is that of sites that do not follow a noise scale, say; its limit is in nats, and for each entry.
 _CHECKS, _MOST_EXCESS, _MOST_EXCESS_EACH = 4, 5.0, 3.0
-# In standard deviations: how far from the mode the bound says how skewed a posterior is; how wide one side may be, and
-# how far the mean may be from the mode.
-_AT, _WIDEST, _FARTHEST = 2.0, 3.0, 2.0
+# In standard deviations: how far from the mode the bound says how skewed a posterior is, and how far the mean may be.
+# Farther out a density falls at least as one of this precision, where it is one at the mode.
+_AT, _FARTHEST, _LEAST_CURVATURE = 2.0, 2.0, 0.25
 
 
 class Search:
@@ -346,9 +346,9 @@ class Search:
     def _unskewed(self, sd: np.ndarray) -> np.ndarray:
         """Move latents from the mode to the mean, and correct `covariance`, or the standard deviation of a single one.
 
-        Along each principal axis of the covariance, the density is taken to be normal with one standard deviation on
-        either side of the mode, which the bound gives there, as in INLA (Martins, Simpson, Lindgren and Rue, 2013).
-        Where its slope along another axis is the same on both sides, the mean moves along that one, too.
+        Along each principal axis of the covariance, the bound and its slope on both sides of the mode say what the
+        moments are; INLA has the bound alone (Martins, Simpson, Lindgren and Rue, 2013). Where the slope along another
+        axis is the same on both sides, the mean moves along that one, too.
 
         Args:
             sd: the standard deviations of independent Gaussians.
@@ -359,9 +359,11 @@ class Search:
         directions = np.sqrt(variances)[:, None] * axes.T
         value, _ = self.profile.evaluate({})
         losses, slopes = self.profile.along(names, _AT * directions)
-        means, ratios = split_normal(losses - value)
+        slopes = slopes @ directions.T
+        falls, own = losses - value, np.diagonal(slopes, axis1=0, axis2=2).T * [1.0, -1.0]
+        means, ratios = np.transpose([moments_along(*each) for each in zip(falls, own, strict=True)])
         # Half of d³ log p / dz_i dz_j², of standardised coordinates, (j, i).
-        bends = -0.5 * np.sum(slopes @ directions.T, axis=1) / _AT**2
+        bends = -0.5 * np.sum(slopes, axis=1) / _AT**2
         bends = np.where(np.isfinite(bends), bends, 0.0)
         np.fill_diagonal(bends, 0.0)
         means = np.clip(means + np.sum(bends, axis=0), -_FARTHEST, _FARTHEST)
@@ -424,16 +426,37 @@ class Search:
         return [name.removesuffix("_scale") + "_loc" for name in self.scales]
 
 
-def split_normal(falls: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Means, and standard deviations, of densities that are normal on either side of their modes.
+def moments_along(falls: np.ndarray, slopes: np.ndarray) -> tuple[float, float]:
+    """Mean and standard deviation of a density of one number, which has its mode at zero and a curvature of one there.
 
     Args:
-        falls: of the negative logarithm of the densities on both sides, at the mode plus and minus `_AT`, (K, 2).
+        falls: of the logarithm of the density, from the mode to plus and minus `_AT`, (2,).
+        slopes: of the fall there, in the direction away from the mode.
     """
-    sides = np.where((falls > 0.0) & np.isfinite(falls), _AT / np.sqrt(2.0 * np.maximum(falls, 1e-12)), 1.0)
-    sides = np.clip(sides, 1.0 / _WIDEST, _WIDEST)
-    apart = sides[:, 0] - sides[:, 1]
-    return np.sqrt(2.0 / np.pi) * apart, np.sqrt((1.0 - 2.0 / np.pi) * apart**2 + sides[:, 0] * sides[:, 1])
+    u = np.linspace(0.0, 12.0, 2401)
+    above, below = (_fall(u, *side) for side in zip(falls, slopes, strict=True))
+    t, p = np.r_[-u[:0:-1], u], np.exp(-np.r_[below[:0:-1], above])
+    mean = p @ t / p.sum()
+    return float(mean), float(np.sqrt(p @ (t - mean) ** 2 / p.sum()))
+
+
+def _fall(u: np.ndarray, fall: float, slope: float) -> np.ndarray:
+    """A quartic up to `_AT` and a parabola beyond; parabolas that rise all the way where these do not.
+
+    Args:
+        u: distances from the mode.
+        fall: at `_AT`.
+        slope: there.
+    """
+    if not (np.isfinite(fall) and np.isfinite(slope) and fall > 0.0):
+        return 0.5 * u**2
+    more, steeper = fall - 0.5 * _AT**2, slope - _AT
+    quartic = (steeper * _AT - 3.0 * more) / _AT**4
+    cubic = more / _AT**3 - quartic * _AT
+    curvature = max(1.0 + 6.0 * cubic * _AT + 12.0 * quartic * _AT**2, _LEAST_CURVATURE)
+    beyond = fall + slope * (u - _AT) + 0.5 * curvature * (u - _AT) ** 2
+    found = np.where(u < _AT, u**2 * (0.5 + cubic * u + quartic * u**2), beyond)
+    return found if np.all(np.diff(found) >= 0.0) else fall * (u / _AT) ** 2
 
 
 def laplace_covariance(curvature: np.ndarray) -> np.ndarray | None:
