@@ -361,20 +361,21 @@ def test_a_single_hyperparameter_has_the_moments_of_the_exact_evidence():
 
 def test_skewed_densities_have_their_moments():
     # z = log(g) for a gamma distributed g: log p = a z - exp(z), with mode log(a) and curvature a.
-    for a in (1.5, 4.0, 50.0):
+    for a, tolerance in ((1.5, 0.05), (4.0, 0.02), (50.0, 0.01)):
         sd, sides = a**-0.5, np.asarray([2.0, -2.0])
         falls = a * (np.exp(sides * sd) - 1.0 - sides * sd)
         slopes = np.sign(sides) * a * sd * (np.exp(sides * sd) - 1.0)
         mean, ratio = moments_along(falls, slopes)
         exact_mean, exact_sd = digamma(a) - np.log(a), polygamma(1, a) ** 0.5
-        assert abs(mean * sd - exact_mean) < 0.03 * exact_sd
-        assert_allclose(ratio * sd, exact_sd, rtol=0.02)
+        assert abs(mean * sd - exact_mean) < tolerance * exact_sd
+        assert_allclose(ratio * sd, exact_sd, rtol=tolerance)
     # A side that is as high as the mode, or not finite, says nothing.
     for falls, slopes in (([-1.0, np.inf], [1.0, 2.0]), ([2.0, 2.0], [2.0, 2.0]), ([2.0, np.nan], [np.nan, 2.0])):
         assert_allclose(moments_along(np.asarray(falls), np.asarray(slopes)), [0.0, 1.0], atol=1e-6)
-    # A wall leaves the other side; a side that is flat is not infinitely wide.
-    assert_allclose(moments_along(np.asarray([1e8, 2.0]), np.asarray([1.0, 2.0]))[0], -np.sqrt(2.0 / np.pi), atol=0.01)
-    assert 1.0 < moments_along(np.asarray([1e-6, 2.0]), np.asarray([0.0, 2.0]))[0] < 3.0
+    # A wall leaves the other side; one that is flat has twice its standard deviation.
+    for falls, slopes, expected in (([1e8, 2.0], [1.0, 2.0], -1.0), ([1e-6, 2.0], [-1.0, 2.0], 2.0 - 1.0)):
+        mean = moments_along(np.asarray(falls), np.asarray(slopes))[0]
+        assert_allclose(mean, expected * np.sqrt(2.0 / np.pi), atol=0.01)
 
 
 def test_a_covariance_needs_a_curvature_that_is_that_of_a_maximum():

@@ -456,7 +456,9 @@ def _fall(u: np.ndarray, fall: float, slope: float) -> np.ndarray:
     curvature = max(1.0 + 6.0 * cubic * _AT + 12.0 * quartic * _AT**2, _LEAST_CURVATURE)
     beyond = fall + slope * (u - _AT) + 0.5 * curvature * (u - _AT) ** 2
     found = np.where(u < _AT, u**2 * (0.5 + cubic * u + quartic * u**2), beyond)
-    return found if np.all(np.diff(found) >= 0.0) else fall * (u / _AT) ** 2
+    if np.all(np.diff(found) >= 0.0):
+        return found
+    return max(fall / _AT**2, 0.5 * _LEAST_CURVATURE) * u**2
 
 
 def laplace_covariance(curvature: np.ndarray) -> np.ndarray | None:
