@@ -383,6 +383,7 @@ def test_rows_of_which_few_inducing_variables_know_nearly_all_can_be_drawn(kind)
     assert np.isfinite(log_importance_ratios(jax.random.key(1), svi, params, many, num_samples=5)).all()
 
 
+@pytest.mark.thorough
 def test_parameters_of_a_model_of_single_rows_are_refused_by_one_of_several():
     def model(X, averaged):
         f = numpyro.sample("f", gp(X))

@@ -170,6 +170,7 @@ def test_latents_with_an_improper_prior_are_those_of_least_squares(joint):
 
 
 @each_form
+@pytest.mark.thorough
 def test_no_rows_are_predicted_as_none(form):
     def model(X, y=None):
         a = numpyro.sample("a", dist.Normal(0.0, 1.0))

@@ -84,7 +84,7 @@ def at_new(svi, params):
     return f.mean, f.variance
 
 
-@pytest.mark.parametrize("memory", [0, 5, 100])
+@pytest.mark.parametrize("memory", [0, pytest.param(5, marks=pytest.mark.thorough), 100])
 def test_with_gaussian_noise_the_stream_ends_at_the_posterior_of_all_rows(memory):
     svi = svi_of(fixed)
     stream, state, _ = streamed(svi, (X, y), memory=memory)
