@@ -22,13 +22,15 @@ from scipy.stats import norm
 
 import numpyro_sgp as sgp
 from numpyro_sgp.distributions import sparse_regression
+from numpyro_sgp.fitting.automatic import laplace as laplace_module
 from numpyro_sgp.fitting.automatic import profile as profile_module
 from numpyro_sgp.fitting.automatic import search as search_module
 from numpyro_sgp.fitting.automatic.budget import Budget, parsed_budget
+from numpyro_sgp.fitting.automatic.laplace import laplace_covariance, moments_along
 from numpyro_sgp.fitting.automatic.placing import placed, precision_of_rows, unexplained
 from numpyro_sgp.fitting.automatic.profile import Profile
 from numpyro_sgp.fitting.automatic.report import evidence_of
-from numpyro_sgp.fitting.automatic.search import Search, laplace_covariance, moments_along
+from numpyro_sgp.fitting.automatic.search import Search
 from numpyro_sgp.fitting.automatic.task import Task, effects, few_rows, has_latent_inputs, is_over_time
 
 module = sys.modules["numpyro_sgp.fitting.automatic.fit_model"]  # the attribute is the function
@@ -545,7 +547,7 @@ def test_a_search_leaves_time_for_the_curvature(monkeypatch):
         return rosen(z), {**jax.tree.map(jnp.zeros_like, others), **dict(zip(names, rosen_der(z), strict=True))}
 
     monkeypatch.setattr(search.profile, "evaluate", valley)
-    checks = 2.0 * search_module._CHECKS
+    checks = 2.0 * laplace_module._CHECKS
     for _ in range(2):
         start, search.task = clock.now, dataclasses.replace(task, deadline=clock.now + 19.0 + checks)
         search._minimise()
@@ -894,7 +896,7 @@ def test_one_function_at_fixed_inputs_whose_rows_have_terms_of_their_own_may_be_
 
 
 def test_latents_too_many_for_their_curvatures_start_with_the_standard_deviation_of_training(monkeypatch):
-    monkeypatch.setattr(search_module, "_MOST_CURVATURES", 1)
+    monkeypatch.setattr(search_module, "_MOST_ENTRIES", 1)
     task = Task(regression, (X, Y), N, sgp.QuadratureELBO(), AutoNormal, False, None, None, 10, False, 0, np.inf)
     search = Search(task, np.arange(N), KEY)
     assert search.deterministic

@@ -270,37 +270,32 @@ class Profile:
             loss is not finite.
         """
         step, max_change = (0.1, np.inf) if self._is_single else (1e-3, 1e-5)
-        state, flat, unravel = self.state, *ravel_pytree([self.unconstrained[name] for name in names])
-        found = np.zeros((len(flat), len(flat)))
-        for index in range(len(flat)):
-            slopes = []
-            for sign in (-1.0, 1.0):
-                self.state = state
-                moved = unravel(flat.at[index].add(sign * step))
-                others = dict(zip(names, moved, strict=True))
-                grads = self.evaluate(others, slopes=names, max_change=max_change)[1]
-                slopes.append(_flat(grads, names) if grads else np.nan)
-            found[index] = (slopes[1] - slopes[0]) / (2.0 * step)
-        self.state = state
-        return found
+        D = sum(np.size(self.unconstrained[name]) for name in names)
+        _, slopes = self.on_both_sides(names, step * np.eye(D), max_change)
+        return (slopes[:, 0] - slopes[:, 1]) / (2.0 * step)
 
-    def along(self, names: Sequence[str], directions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def on_both_sides(
+        self, names: Sequence[str], directions: np.ndarray, max_change: float | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The loss and its gradients, at the best sites, where some parameters are moved along directions and back.
 
         Args:
             names: of the parameters; the entries of the first come first.
             directions: (K, D).
+            max_change: by which a step may change the gradients at the end; None where they need no better sites than
+                the loss.
 
         Returns:
             Losses, (K, 2), infinite where they are not finite, and gradients, (K, 2, D), which are NaN there.
         """
+        better = {} if max_change is None else {"slopes": names, "max_change": max_change}
         state, flat, unravel = self.state, *ravel_pytree([self.unconstrained[name] for name in names])
         losses, slopes = np.zeros((len(directions), 2)), np.full((len(directions), 2, len(flat)), np.nan)
         for index, direction in enumerate(directions):
             for side, sign in enumerate((1.0, -1.0)):
                 self.state = state
                 moved = unravel(flat + jnp.asarray(sign * direction, flat.dtype))
-                losses[index, side], grads = self.evaluate(dict(zip(names, moved, strict=True)))
+                losses[index, side], grads = self.evaluate(dict(zip(names, moved, strict=True)), **better)
                 if grads:
                     slopes[index, side] = _flat(grads, names)
         self.state = state

@@ -15,6 +15,7 @@ from numpyro.infer import SVI
 from numpyro.infer.autoguide import AutoGuide, AutoNormal
 
 from numpyro_sgp.distributions.wrappers import is_real
+from numpyro_sgp.fitting.automatic.laplace import laplace_approximation, num_evaluations
 from numpyro_sgp.fitting.automatic.needs import Need, inducing_of, needs_of, priors_at
 from numpyro_sgp.fitting.automatic.placing import place, placed, unexplained
 from numpyro_sgp.fitting.automatic.profile import Profile
@@ -24,7 +25,7 @@ from numpyro_sgp.guides.joint_run import INITIAL_SCALE
 from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
 from numpyro_sgp.posteriors.markov.guide import AutoMarkovGP
 
-__all__ = ["NEGLIGIBLE", "Search", "laplace_covariance", "moments_along"]
+__all__ = ["NEGLIGIBLE", "Search"]
 
 # Nats a row: what gains less was the last of its kind.
 NEGLIGIBLE = 1e-3
@@ -38,14 +39,8 @@ _MOST_CHOICES = 4
 _ITERATIONS, _MOST_ROUNDS = 100, 5
 # Standard deviations of latents, unconstrained, while their means are searched for.
 _NARROW = 1e-6
-# The curvature needs two gradients for each entry of a latent. If it is less than the second, a posterior is flat.
-_MOST_CURVATURES, _FLAT = 100, 1e-4
-# Deviations of latents, and their opposites, at which a Laplace approximation is held against the bound.
-# Some excess is that of sites that do not follow a noise scale, say; its limit is in nats, and for each entry.
-_CHECKS, _MOST_EXCESS, _MOST_EXCESS_EACH = 4, 5.0, 3.0
-# In standard deviations: how far from the mode the bound says how skewed a posterior is, and how far the mean may be.
-# Farther out a density falls at least as one of this precision, where it is one at the mode.
-_AT, _FARTHEST, _LEAST_CURVATURE = 2.0, 2.0, 0.25
+# So many latents at most get a Laplace approximation, whose cost grows with them.
+_MOST_ENTRIES = 100
 
 
 class Search:
@@ -292,9 +287,9 @@ class Search:
         return False
 
     def _is_over(self) -> bool:
-        """Whether there is time for nothing but curvatures and skewness, of two evaluations each, and their check."""
-        number = 2 * self._num_curvatures + _CHECKS if self._num_curvatures else 0
-        return time.perf_counter() + 2 * number * self.profile.seconds > self.task.deadline
+        """Whether there is time for nothing but the Laplace approximation."""
+        number = num_evaluations(self._num_entries) if 0 < self._num_entries <= _MOST_ENTRIES else 0
+        return time.perf_counter() + number * self.profile.seconds > self.task.deadline
 
     @property
     def _num_entries(self) -> int:
@@ -302,17 +297,10 @@ class Search:
         values = self.profile.unconstrained
         return sum(np.size(values[name]) for name in self.scales)
 
-    @property
-    def _num_curvatures(self) -> int:
-        """How many curvatures `widen` asks for."""
-        return self._num_entries if self._num_entries <= _MOST_CURVATURES else 0
-
     def widen(self) -> bool:
-        """Give latents outside of the joint posterior the standard deviations that the curvature of the bound says.
+        """Give latents outside of the joint posterior their Laplace approximation, and its `covariance`.
 
-        For a Gaussian posterior these are the best ones of independent Gaussians; `covariance` has those of a joint
-        one, unless the bound is far lower there than a Gaussian posterior's. Then skewness moves them from the mode to
-        the mean. False where the bound is so with these, and where they are too many, which get the same one.
+        False where the bound does not agree, and where they are too many, which get the same standard deviation.
         """
         if self._is_gaussian is None:
             self._is_gaussian = self._widened()
@@ -321,80 +309,15 @@ class Search:
     def _widened(self) -> bool:
         if not self.scales:
             return True
-        if not self._num_curvatures:
+        if self._num_entries > _MOST_ENTRIES:
             values, scale = self.profile.unconstrained, self._unconstrained_scale(jnp.asarray(INITIAL_SCALE))
             self.profile.move({name: jnp.full_like(values[name], scale) for name in self.scales})
             return False
-        values, names = self.profile.unconstrained, self._of_scales
-        curvature = self.profile.curvature(names)
-        self.covariance = laplace_covariance(curvature)
-        h = np.diag(curvature)
-        # Where the bound is flat, or not at its maximum, half a unit is as good as any.
-        sd = np.where(h > _FLAT, 1.0 / np.sqrt(np.maximum(h, _FLAT)), 0.5)
-        flat, unravel = ravel_pytree([values[name] for name in names])
-        most = max(_MOST_EXCESS, _MOST_EXCESS_EACH * len(sd))
-        is_gaussian = self._excess(curvature, np.diag(sd)) < most
-        # Along a ridge, as that of a factor of f and the variance of f, q(f) does not follow.
-        if self.covariance is not None and not self._excess(curvature, np.linalg.cholesky(self.covariance)) < most:
-            self.covariance = None
-        if is_gaussian and (self.covariance is not None or len(sd) == 1):
-            sd = self._unskewed(sd)
+        sd, self.covariance, is_gaussian = laplace_approximation(self.profile, self._of_scales)
+        flat, unravel = ravel_pytree([self.profile.unconstrained[name] for name in self._of_scales])
         widths = [self._unconstrained_scale(each) for each in unravel(jnp.asarray(sd, flat.dtype))]
         self.profile.move(dict(zip(self.scales, widths, strict=True)))
         return is_gaussian
-
-    def _unskewed(self, sd: np.ndarray) -> np.ndarray:
-        """Move latents from the mode to the mean, and correct `covariance`, or the standard deviation of a single one.
-
-        Along each principal axis of the covariance, the bound and its slope on both sides of the mode say what the
-        moments are; INLA has the bound alone (Martins, Simpson, Lindgren and Rue, 2013). Where the slope along another
-        axis is the same on both sides, the mean moves along that one, too.
-
-        Args:
-            sd: the standard deviations of independent Gaussians.
-        """
-        names, at_mode = self._of_scales, self.profile.state
-        flat, unravel = ravel_pytree([self.profile.unconstrained[name] for name in names])
-        variances, axes = (sd**2, np.eye(len(sd))) if self.covariance is None else np.linalg.eigh(self.covariance)
-        directions = np.sqrt(variances)[:, None] * axes.T
-        value, _ = self.profile.evaluate({})
-        losses, slopes = self.profile.along(names, _AT * directions)
-        slopes = slopes @ directions.T
-        falls, own = losses - value, np.diagonal(slopes, axis1=0, axis2=2).T * [1.0, -1.0]
-        means, ratios = np.transpose([moments_along(*each) for each in zip(falls, own, strict=True)])
-        # Half of d³ log p / dz_i dz_j², of standardised coordinates, (j, i).
-        bends = -0.5 * np.sum(slopes, axis=1) / _AT**2
-        bends = np.where(np.isfinite(bends), bends, 0.0)
-        np.fill_diagonal(bends, 0.0)
-        means = np.clip(means + np.sum(bends, axis=0), -_FARTHEST, _FARTHEST)
-        moved = unravel(flat + jnp.asarray(means @ directions, flat.dtype))
-        if not np.isfinite(self.profile.evaluate(dict(zip(names, moved, strict=True)))[0]):
-            self.profile.state = at_mode
-            return sd
-        if self.covariance is None:
-            return ratios * sd
-        self.covariance = (directions.T * ratios**2) @ directions
-        return sd
-
-    def _excess(self, curvature: np.ndarray, root: np.ndarray) -> float:
-        """How much more the bound falls within standard deviations of the latents than its curvature says, in nats.
-
-        The sites stay as they are there. For a Gaussian it is zero: the signs of deviations do not matter.
-
-        Args:
-            curvature: of the bound.
-            root: of the covariance of the latents.
-        """
-        names, rng = self._of_scales, np.random.default_rng(0)
-        flat, unravel = ravel_pytree([self.profile.unconstrained[name] for name in names])
-        at_mode, found = self.profile.value_beside({}), []
-        for signs in rng.choice([-1.0, 1.0], (_CHECKS, len(root))):
-            x, both = root @ signs, []
-            for each in (x, -x):
-                moved = unravel(flat + jnp.asarray(each, flat.dtype))
-                both.append(self.profile.value_beside(dict(zip(names, moved, strict=True))))
-            found.append(np.mean(both) - at_mode - 0.5 * x @ curvature @ x)
-        return float(np.mean(found))
 
     def correlate(self, svi: SVI) -> dict[str, Array]:
         """Give latents outside of the joint posterior the Laplace approximation with `covariance`.
@@ -424,50 +347,6 @@ class Search:
     def _of_scales(self) -> list[str]:
         """Where those latents are whose standard deviations are `scales`."""
         return [name.removesuffix("_scale") + "_loc" for name in self.scales]
-
-
-def moments_along(falls: np.ndarray, slopes: np.ndarray) -> tuple[float, float]:
-    """Mean and standard deviation of a density of one number, which has its mode at zero and a curvature of one there.
-
-    Args:
-        falls: of the logarithm of the density, from the mode to plus and minus `_AT`, (2,).
-        slopes: of the fall there, in the direction away from the mode.
-    """
-    u = np.linspace(0.0, 12.0, 2401)
-    above, below = (_fall(u, *side) for side in zip(falls, slopes, strict=True))
-    t, p = np.r_[-u[:0:-1], u], np.exp(-np.r_[below[:0:-1], above])
-    mean = p @ t / p.sum()
-    return float(mean), float(np.sqrt(p @ (t - mean) ** 2 / p.sum()))
-
-
-def _fall(u: np.ndarray, fall: float, slope: float) -> np.ndarray:
-    """A quartic up to `_AT` and a parabola beyond; parabolas that rise all the way where these do not.
-
-    Args:
-        u: distances from the mode.
-        fall: at `_AT`.
-        slope: there.
-    """
-    if not (np.isfinite(fall) and np.isfinite(slope) and fall > 0.0):
-        return 0.5 * u**2
-    more, steeper = fall - 0.5 * _AT**2, slope - _AT
-    quartic = (steeper * _AT - 3.0 * more) / _AT**4
-    cubic = more / _AT**3 - quartic * _AT
-    curvature = max(1.0 + 6.0 * cubic * _AT + 12.0 * quartic * _AT**2, _LEAST_CURVATURE)
-    beyond = fall + slope * (u - _AT) + 0.5 * curvature * (u - _AT) ** 2
-    found = np.where(u < _AT, u**2 * (0.5 + cubic * u + quartic * u**2), beyond)
-    if np.all(np.diff(found) >= 0.0):
-        return found
-    return max(fall / _AT**2, 0.5 * _LEAST_CURVATURE) * u**2
-
-
-def laplace_covariance(curvature: np.ndarray) -> np.ndarray | None:
-    """Of several latents; None where the curvature is not that of a maximum beyond its rounding."""
-    H = 0.5 * (curvature + curvature.T)
-    if len(H) < 2 or not np.isfinite(H).all():
-        return None
-    resolved = max(_FLAT, np.max(np.abs(curvature - curvature.T)))
-    return np.linalg.inv(H) if np.linalg.eigvalsh(H)[0] > resolved else None
 
 
 def _as_many(Z: Array, like: Array) -> Array:
