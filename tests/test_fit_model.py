@@ -22,6 +22,7 @@ from scipy.stats import norm
 
 import numpyro_sgp as sgp
 from numpyro_sgp.distributions import sparse_regression
+from numpyro_sgp.fitting.automatic import budget as budget_module
 from numpyro_sgp.fitting.automatic import laplace as laplace_module
 from numpyro_sgp.fitting.automatic import profile as profile_module
 from numpyro_sgp.fitting.automatic import search as search_module
@@ -410,6 +411,30 @@ def test_minibatches_come_close_to_all_rows(monkeypatch):
     again = sgp.fit(regression, KEY, (X, y))  # a sample first, and then all rows
     assert "all at once" in again.report.method
     assert_allclose(again.guide.median(again.params, X)["noise"], medians[0]["noise"], rtol=1e-2)
+
+
+@pytest.mark.thorough
+def test_all_rows_are_searched_once_from_where_a_sample_of_them_leads(monkeypatch):
+    searched, several = [], search_module.Search._minimise_from
+
+    def from_starts(search, starts):
+        searched.append(search.rows)
+        several(search, starts)
+
+    monkeypatch.setattr(module, "_SAMPLE", 20)
+    monkeypatch.setattr(budget_module, "_MOST_WHOLE", 20)
+    monkeypatch.setattr(search_module.Search, "_minimise_from", from_starts)
+    result = sgp.fit(regression, KEY, (X, Y))
+    assert searched == [20]
+    assert "all at once" in result.report.method
+    assert result.report.converged
+    monkeypatch.setattr(module, "_SAMPLE", N)
+    whole = sgp.fit(regression, KEY, (X, Y))
+    found, wanted = (each.guide.median(each.params, X) for each in (result, whole))
+    # Those chosen for a sample may lose up to half a nat, and the lengthscale then is a little longer.
+    for name in ("lengthscale", "noise"):
+        assert_allclose(found[name], wanted[name], rtol=0.1)
+    assert_allclose(found["f"], wanted["f"], atol=0.02)
 
 
 @pytest.mark.thorough

@@ -132,7 +132,7 @@ def _smoothed(
     search.run()
     if len(some) < task.rows:
         search = Search(task, every, key_search, search.guide, search.hyperparameters)
-        search.go_on()
+        search.run()
     if search.deterministic and num_steps is None and search.widen():
         return _searched(search, key_train, started)
     return _trained(search, key_train, task.rows, num_steps, started, progress_bar)

@@ -51,7 +51,7 @@ class Search:
         index: the rows.
         rng_key: a key.
         guide: a guide that has been run before, or None.
-        init_params: its hyperparameters.
+        init_params: its hyperparameters, from which alone the search starts.
 
     Attributes:
         guide: the guide.
@@ -72,6 +72,7 @@ class Search:
         init_params: dict[str, Any] | None = None,
     ) -> None:
         self.task, self.rng_key, self.rows = task, rng_key, len(index)
+        self._goes_on = init_params is not None
         self.args, self.kwargs = task.args(index), task.keywords(len(index))
         self.value, self.converged = np.inf, False
         self.covariance: np.ndarray | None = None
@@ -137,7 +138,10 @@ class Search:
         if not self.deterministic:
             return
         start = self.hyperparameters
-        self._minimise_from_several_starts()
+        if self._goes_on:
+            self._minimise()
+        else:
+            self._minimise_from_several_starts()
         if self.task.inducing is None and self.inducing:
             for _ in range(_MOST_CHOICES):
                 before = self.value
@@ -150,11 +154,6 @@ class Search:
                 self._search_with_all_rows(start)
         if self.learns and self.inducing and not self._is_over():
             self._begin(self.sparse_guide.with_inducing(self.inducing, learn_inducing=True), self.hyperparameters)
-            self._minimise()
-
-    def go_on(self) -> None:
-        """Search from the start alone."""
-        if self.deterministic:
             self._minimise()
 
     @property
