@@ -18,7 +18,7 @@ from scipy.special import log_softmax
 import numpyro_sgp as sgp
 from numpyro_sgp._internal.axis_dependence import MIXED, axes_of
 from numpyro_sgp._internal.curvature import Shape, shapes_of
-from numpyro_sgp._internal.predictors import traced
+from numpyro_sgp._internal.linear_predictors import traced
 from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
 from numpyro_sgp.math.quadrature import gauss_hermite, product_grid
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from numpyro_sgp._internal.predictors import KEEPS, LINEAR_IN_FIRST, Operation, Program
+from numpyro_sgp._internal.linear_predictors import KEEPS, LINEAR_IN_FIRST, Operation, Program
 from numpyro_sgp._internal.programs import linear_name
 
 __all__ = ["Scaling", "scaling_of"]

@@ -8,7 +8,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from numpyro_sgp.losses.predictors import Conditional
+from numpyro_sgp.losses.expected_terms import Conditional
 from numpyro_sgp.math.linalg import solve_lower
 from numpyro_sgp.math.quadrature import product_grid
 from numpyro_sgp.posteriors.moments import standard_deviation

@@ -13,7 +13,7 @@ from jax import Array
 import jax.numpy as jnp
 from numpyro import distributions as dist
 
-from numpyro_sgp._internal.predictors import Program, traced
+from numpyro_sgp._internal.linear_predictors import Program, traced
 from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
 from numpyro_sgp._internal.scaling import Scaling, scaling_of
 from numpyro_sgp.distributions.traces import Trace, scaled_log_prob

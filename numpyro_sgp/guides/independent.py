@@ -18,7 +18,7 @@ __all__ = ["IndependentRun"]
 
 
 class IndependentRun:
-    """What a loss asks of a `JointRun`, of GP sites that share terms and are independent in the posterior.
+    """What a loss asks of an `InducingRun`, of GP sites that share terms and are independent in the posterior.
 
     Attributes:
         group: the sites.

@@ -18,10 +18,10 @@ from numpyro import handlers
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.traces import Trace
 from numpyro_sgp.distributions.wrappers import is_positive, is_triangular, unwrap
+from numpyro_sgp.guides.coupled_terms import Coupled, coupled_terms, refuse
 from numpyro_sgp.guides.group import Group, effects_of, group_of, program_of
 from numpyro_sgp.guides.handlers import GivenGaussianProcesses
 from numpyro_sgp.guides.model_runs import first_run
-from numpyro_sgp.guides.row_dependence import Coupled, coupled_terms, refuse
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily
 
 __all__ = ["Joint", "checked_joint", "find_groups"]

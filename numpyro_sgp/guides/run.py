@@ -19,6 +19,7 @@ from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_posterior import SparsePosterior
 from numpyro_sgp.distributions.wrappers import unwrap
 from numpyro_sgp.guides.base import BaseGuide
+from numpyro_sgp.guides.coupled_terms import refuse_new, unsure_terms
 from numpyro_sgp.guides.group import Group
 from numpyro_sgp.guides.handlers import (
     GivenGaussianProcesses,
@@ -29,14 +30,13 @@ from numpyro_sgp.guides.handlers import (
     until,
 )
 from numpyro_sgp.guides.independent import IndependentRun
-from numpyro_sgp.guides.joint import JointRun
 from numpyro_sgp.guides.joint_grid import GridRun
+from numpyro_sgp.guides.joint_inducing import InducingRun
 from numpyro_sgp.guides.joint_rows import RowsRun
 from numpyro_sgp.guides.joint_run import AbstractJointRun
 from numpyro_sgp.guides.members import Joint, checked_joint, find_groups
 from numpyro_sgp.guides.model_runs import first_run
 from numpyro_sgp.guides.parameters import SiteParameters, parameter, with_candidates
-from numpyro_sgp.guides.row_dependence import refuse_new, unsure_terms
 from numpyro_sgp.posteriors.decoupled.coefficients import ProbedCoefficients
 from numpyro_sgp.posteriors.family import AbstractPosteriorFamily, AbstractRowFamily
 from numpyro_sgp.posteriors.kronecker.family import Kronecker
@@ -237,7 +237,7 @@ class AbstractGuideRun(AutoGuide):
             elif isinstance(family, Kronecker):
                 run = GridRun(group, trace, model, family, self.prefix, predicting)
             else:
-                run = JointRun(group, trace, model, self.family, self.prefix, predicting, frozen=self._frozen)
+                run = InducingRun(group, trace, model, self.family, self.prefix, predicting, frozen=self._frozen)
             base_trace.update(run.latents)
             runs.update(dict.fromkeys(group.sites, run))
         return base_trace, runs

@@ -20,7 +20,7 @@ from numpyro.distributions.transforms import AffineTransform, ExpTransform, Powe
 from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_sgp._internal.eager import as_one_program
-from numpyro_sgp._internal.predictors import traced
+from numpyro_sgp._internal.linear_predictors import traced
 from numpyro_sgp.distributions.traces import Trace
 from numpyro_sgp.distributions.wrappers import entry_mask, is_real, unwrap
 from numpyro_sgp.guides.handlers import GivenGaussianProcesses, UnchangedState

@@ -14,13 +14,13 @@ from jax import Array
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from numpyro_sgp._internal.predictors import Program, traced
+from numpyro_sgp._internal.linear_predictors import Program, traced
 from numpyro_sgp.distributions.traces import Trace, scaled_log_prob
 from numpyro_sgp.guides.handlers import is_missing_outcome
 from numpyro_sgp.guides.joint_run import AbstractJointRun, expected_reference
 from numpyro_sgp.guides.model_runs import log_densities
+from numpyro_sgp.losses.expected_terms import Conditional, expected
 from numpyro_sgp.losses.predictor_moments import Known, LatentMoments, PredictorMoments, no_effects
-from numpyro_sgp.losses.predictors import Conditional, expected
 from numpyro_sgp.losses.terms import Term, Terms
 from numpyro_sgp.losses.tight import Gaussian, gain_of_entries, gaussian_of
 from numpyro_sgp.math.quadrature import product_grid, spherical_radial

@@ -11,7 +11,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from numpyro_sgp._internal.predictors import Program
+from numpyro_sgp._internal.linear_predictors import Program
 from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
 from numpyro_sgp.guides.joint_run import Prior
 

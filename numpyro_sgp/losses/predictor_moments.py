@@ -13,10 +13,10 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgp._internal.predictors import Program
+from numpyro_sgp._internal.linear_predictors import Program
 from numpyro_sgp.guides.joint_run import AbstractJointRun
+from numpyro_sgp.losses.expected_terms import Conditional
 from numpyro_sgp.losses.picked_rows import picked_variance
-from numpyro_sgp.losses.predictors import Conditional
 from numpyro_sgp.losses.terms import Root, Term
 from numpyro_sgp.math.linalg import cholesky, solve_lower
 from numpyro_sgp.posteriors.joint.effects import Loading

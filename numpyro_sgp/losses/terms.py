@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgp._internal.axis_dependence import MIXED, axes_of
-from numpyro_sgp._internal.predictors import Program
+from numpyro_sgp._internal.linear_predictors import Program
 from numpyro_sgp._internal.row_dependence import Dependence, row_dependence
 from numpyro_sgp.guides.joint_run import AbstractJointRun
 

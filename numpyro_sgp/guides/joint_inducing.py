@@ -33,10 +33,10 @@ from numpyro_sgp.posteriors.joint.predictors import Rows
 from numpyro_sgp.posteriors.moments import Moments, Roots, moments, roots_of, whiten
 from numpyro_sgp.posteriors.sites import EffectSites, JointSites
 
-__all__ = ["JointRun"]
+__all__ = ["InducingRun"]
 
 
-class JointRun(AbstractJointRun):
+class InducingRun(AbstractJointRun):
     """A joint Gaussian over inducing variables and latents, in one run of the guide."""
 
     def __init__(
