@@ -532,7 +532,7 @@ def trained(model, guide, steps, *args, loss=None):
 
 @pytest.mark.parametrize("name", ["natural", pytest.param("tied", marks=pytest.mark.thorough)])
 @kept_by_default
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_prior_of_a_noise_scale_counts_once(name, eliminated):
     guide = JOINT[name](with_a_scale, Z)
     rows = [rows_of(half, X, GROUP, GROUPED) for half in (HEAD, TAIL)]
@@ -588,7 +588,7 @@ def test_outcomes_side_by_side_are_as_one_by_one_however_many_steps_each_takes(n
             np.testing.assert_allclose(pair[0][index], pair[1], rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", [n if n == "tied" else pytest.param(n, marks=pytest.mark.thorough) for n in ALL_GUIDES]
 )

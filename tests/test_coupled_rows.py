@@ -282,7 +282,7 @@ def test_initial_parameters_do_not_skip_the_check():
         svis[1].init(jax.random.key(0), X, init_params=params)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_term_that_is_sampled_is_said_once_with_its_cost():
     model = model_with(softmax)
     svi = SVI(model, GUIDES["whitened"](model), optax.adam(0.1), sgp.QuadratureELBO())
@@ -350,7 +350,7 @@ def test_predictors_of_few_rows_need_no_matrix_of_all_rows(name, compiled, monke
     assert_allclose(svi.evaluate(state, X, outcomes), -evidence, rtol=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_variance_of_few_rows_of_several_latents_is_that_of_the_dense_prior():
     def model(X):
         with numpyro.plate("latents", 2):
@@ -367,7 +367,7 @@ def test_the_variance_of_few_rows_of_several_latents_is_that_of_the_dense_prior(
     assert_allclose(svi.evaluate(state, X), -evidence, rtol=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings(IS_SAMPLED)
 @pytest.mark.parametrize("kind", ["tied", pytest.param("whitened", marks=pytest.mark.thorough)])
 def test_rows_of_which_few_inducing_variables_know_nearly_all_can_be_drawn(kind):

@@ -188,7 +188,7 @@ def test_the_norm_by_blocks_of_rows_is_the_norm(size):
 
 
 @pytest.mark.parametrize("kind", representative(["orthogonal", "full"], ["full"]))
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_loss_with_sampled_rows_takes_the_values_of_the_subsets_and_predictions_are_exact(kind):
     model, exact, y, params = set_up(kind, False)
     guide = make(kind, False, model, kl_rows=3)
@@ -462,7 +462,7 @@ def test_natural_steps_with_adam_on_the_coefficients_reach_the_optimum(kind):
     assert_allclose(-svi.evaluate(state, X, Y), optimum(kind), rtol=1e-4)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_natural_steps_on_both_blocks_reach_the_optimum_together_and_faster_in_turn():
     guide, gap = make("solve", True, regression), {}
     for name, optim, steps in (
@@ -579,7 +579,7 @@ def test_losses_and_updates_on_minibatches_average_to_those_on_all_rows(kind, na
 
 
 @pytest.mark.parametrize(("kind", "natural"), [("full", False), ("solve", True)])
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_float32_stays_float32(kind, natural):
     model = Model(jitter=1e-4)
     X32, y32, Z32, gamma32 = (jnp.asarray(value, np.float32) for value in (X, model.y, Z, GAMMA))
@@ -705,7 +705,7 @@ def with_fixed_hyperparameters(X, y=None):
 MANY = np.random.default_rng(8).uniform(-1.0, 1.0, size=(60, D))
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "model", representative([with_trained_lengthscale, with_sampled_noise], [with_trained_lengthscale])
 )

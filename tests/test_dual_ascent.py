@@ -182,7 +182,7 @@ def regression(X, y=None, num_data=None):
         numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_with_an_optimal_covariance_it_ends_at_the_collapsed_decoupled_bound():
     y = Model().y
     sparse = sgp.AutoSVGP(regression, Z, natural=True)
@@ -339,7 +339,7 @@ def with_noise(X, y=None):
         numpyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_hyperparameters_that_are_drawn_need_fresh_projections():
     y = Model().y
     guide = sgp.AutoDecoupledGP(with_noise, X, Z)
@@ -491,6 +491,7 @@ def test_the_step_size_is_that_of_the_largest_eigenvalue(kind):
     assert_allclose(of_many, 1.3 * N / (10_000 * (1.0 + largest)), rtol=1e-6)
 
 
+@pytest.mark.thorough
 @kinds
 def test_the_step_size_knows_a_row_of_the_data_that_lies_by_itself(kind, monkeypatch):
     monkeypatch.setattr(decoupled_formulas, "_MOST_ENTRIES", 2 * len(Z))  # two rows at a time

@@ -317,7 +317,7 @@ def classification(X, y=None, num_data=None):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_away_from_the_hyperparameters_of_the_e_step_fixed_sites_give_the_tighter_bound():
     # Figure 1 of Adam et al. (2021): per-datum and projected sites above q(v) fixed, and that above q(u) fixed.
     X, y = banana(60)
@@ -440,6 +440,7 @@ def test_a_compiled_update_is_the_uncompiled_one_and_is_not_traced_again(name):
     assert len(model.traces) == traces
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["whitened", "per_datum"])
 @pytest.mark.usefixtures("x64")
 def test_a_long_run_traces_the_model_no_more_often_than_a_short_one(name):

@@ -24,11 +24,8 @@ def test_an_example_is_in_both_lists_and_has_a_page_with_its_script_and_a_figure
     assert f"`{name}.py`" in (ROOT / "examples" / "README.md").read_text("utf-8")
 
 
-@pytest.mark.parametrize(
-    "script",
-    [pytest.param(path, marks=[] if path.stem == "quickstart" else pytest.mark.thorough) for path in EXAMPLES],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.exhaustive  # the README's first command, which `.ci/run` calls, runs the quickstart
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs_and_writes_its_figure(script, tmp_path):
     output = run(script, "--smoke", "--output", str(tmp_path / "figure.png"))
     assert (tmp_path / "figure.png").stat().st_size > 10_000

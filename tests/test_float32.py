@@ -408,7 +408,7 @@ def test_data_that_swallow_the_prior_are_refused(kind):
     assert all(np.isnan(loss) or abs(loss / losses[0] - 1.0) < 1e-3 for loss in losses)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_gradient_with_respect_to_the_noise_of_dtc_is_that_of_float64():
     rng = np.random.default_rng(0)
     inputs = np.float32(np.sort(rng.uniform(0.0, 10.0, size=(400, 1)), axis=0))

@@ -86,7 +86,7 @@ def first_sine(X):
 # Covariances.
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_covariances_of_weighted_sums_are_sums_of_those_of_values(monkeypatch):
     expected = SUMS @ dense(NODES, OTHERS), SUMS @ dense(NODES, NODES) @ SUMS.T
     for together in (sums._TOGETHER, 2 * Q * Q):  # some rows after others, too

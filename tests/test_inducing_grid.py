@@ -232,7 +232,7 @@ def test_training_makes_no_array_of_the_size_of_a_dense_one():
         assert largest < grid.num_inducing * len(X)
 
 
-@pytest.mark.parametrize("has_effects", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("has_effects", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_it_trains_in_float32(has_effects):
     grid = sgp.InducingGrid.over(X[:, :2], (4, 3))
     model = with_effects if has_effects else site(PROBLEMS["two axes"][1], 2)
@@ -398,7 +398,7 @@ def test_the_log_ratio_of_a_draw_with_effects_is_that_of_dense_algebra(joint):
     assert_allclose(run.log_ratio("f", ()), expected, rtol=1e-9)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_draws_with_effects_have_their_covariance_and_importance_ratios_average_to_the_bound(joint):
     guide, params, m, S, scales = joint
     A, rest = loadings(guide.inducing, X_NEW)

@@ -205,8 +205,8 @@ OF_ROWS = {
     "form",
     [
         "tied",
-        pytest.param("natural", marks=pytest.mark.thorough),
-        pytest.param("dense", marks=pytest.mark.thorough),
+        pytest.param("natural", marks=pytest.mark.exhaustive),
+        pytest.param("dense", marks=pytest.mark.exhaustive),
         pytest.param("markov", marks=pytest.mark.thorough),
         pytest.param("vecchia", marks=pytest.mark.exhaustive),
     ],
@@ -231,7 +231,7 @@ def test_latents_of_a_prior_mean_are_exact(form):
     np.testing.assert_allclose(draws["f"].std(0), np.sqrt(q.variance), rtol=0.06)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_latents_of_a_prior_mean_beside_a_grid():
     guide = sgp.AutoSVGP(partial(in_mean, True), sgp.InducingGrid.at(np.linspace(-0.5, 6.5, 20)))
     svi = SVI(guide.model, guide, optax.adam(0.05), sgp.QuadratureELBO())
@@ -244,7 +244,7 @@ def test_latents_of_a_prior_mean_beside_a_grid():
     np.testing.assert_allclose((np.cov(draws.T) - q.covariance()) / np.outer(sd, sd), 0.0, atol=0.05)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_prior_mean_that_is_not_linear_in_latents():
     def model(mean, y=COUNTS):
         a, rate = numpyro.sample("a", dist.Normal(1.0, 1.0)), numpyro.sample("rate", dist.LogNormal(-1.0, 0.5))
@@ -271,7 +271,7 @@ def with_trend(X=X, y=REALS):
         numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["tied", pytest.param("natural", marks=pytest.mark.exhaustive)])
 def test_processes_and_functions_with_latents_in_the_prior_mean(form):
     guide = FORMS[form](with_trend, Z)
@@ -307,7 +307,7 @@ def test_rows_that_come_later_move_a_prior_mean_and_leave_again():
     np.testing.assert_allclose(guide.posterior(jax.random.key(1), less)["f"].mean, before.mean, atol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_effects_of_groups_in_a_prior_mean():
     group = np.arange(N) % 70
 
@@ -766,7 +766,7 @@ def test_a_reference_class_needs_no_predictor_and_no_draws(written):
 MIXTURES = np.array([[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_predictor_without_variance_is_drawn_as_it_is():
     def mixed(f, g):
         # Four numbers of two functions, of which one is fixed and one a sum.
@@ -974,7 +974,7 @@ def summed():
         return model, svi, result
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_drawn_functions_of_several_sites_go_together(summed):
     _, svi, result = summed
     functions = svi.guide.sample_functions(jax.random.key(1), result.params, num_samples=3000)

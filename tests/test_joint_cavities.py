@@ -175,7 +175,7 @@ def test_a_scale_is_drawn_and_its_draws_are_weighted(again):
         assert errors(svi, result, log_density, found).max() < 0.04
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_data_that_share_a_predictor_are_left_out_one_by_one():
     both = np.stack([REALS, REALS[::-1]])
 

@@ -204,7 +204,7 @@ def test_thousands_of_effects_are_joint():
     np.testing.assert_allclose(np.sqrt(np.mean(z * z)), 1.0, atol=0.06)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_effects_of_two_groups_in_one_row_stay_in_the_dense_block():
     def model():
         e = numpyro.sample("e", dist.Normal().expand([G]).to_event(1))

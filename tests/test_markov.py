@@ -199,7 +199,7 @@ def test_gradients_hold_where_one_form_of_the_noise_follows_the_other_and_where_
     assert_allclose(jax.grad(log_normaliser, 1)(lengthscale, repeated)[2], slope, atol=1e-4)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_several_functions_with_hyperparameters_of_their_own():
     def several(t, y=None):
         kernel = Matern32(jnp.asarray([[0.5], [2.0]]), jnp.asarray([1.0, 0.3]))
@@ -277,7 +277,7 @@ def test_draws_where_a_site_has_a_negative_precision_are_nan():
     assert np.any(np.isnan(draws(jnp.asarray([1.0, -0.1, 1.0]))))
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_new_times_may_have_another_dtype(dtype):
     guide = sgp.AutoMarkovGP(model, base=AutoDelta)

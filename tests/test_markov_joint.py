@@ -136,7 +136,7 @@ def test_predictions_are_those_of_one_kernel_with_the_effects(runs):
     assert np.max(np.abs(np.cov(draws.T) - q.covariance()) / np.outer(sd, sd)) < 0.1
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_functions_are_drawn_from_the_dense_posterior_given_draws_of_the_effects():
     guide = dense(counts)
     _, result = trained(guide, counts, num_steps=15)
@@ -225,7 +225,7 @@ def test_every_model_has_the_joint_posterior_over_inducing_inputs_at_all_times(m
         assert_allclose(value, other_quantiles[name], atol=1e-7, err_msg=name)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_independent_effects_can_be_asked_for():
     guide = sgp.AutoMarkovGP(counts, joint=False)
     _, result = trained(guide, counts)

@@ -395,7 +395,7 @@ def test_a_warped_kernel_is_its_base_kernel_at_warped_inputs(name):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @two_guides
 def test_the_network_of_a_warped_kernel_is_trained(name):
     def warped(X, y=None):
@@ -865,7 +865,7 @@ def test_a_two_layer_deep_gp_trains_and_predicts_its_data(name):
 # Particles and the ways SVI is driven.
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_loss_of_several_particles_is_the_mean_over_their_keys():
     guide = GUIDES["tied"](with_other_latents, Z)
     params = arbitrary_parameters(with_other_latents, guide, X, y)

@@ -454,7 +454,7 @@ def test_keys_of_either_kind_are_taken():
     assert draws["f"].shape == (3, 2, 5)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_gp_sites_of_two_dtypes_take_natural_steps_together():
     with jax.enable_x64(True):
 

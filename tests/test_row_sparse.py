@@ -54,7 +54,7 @@ def trained():
     return svi, svi.run(jax.random.key(0), 10_000, X, Y, progress_bar=False)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_trained_mean_is_the_ridge_solution(trained):
     svi, result = trained
     Phi, Phi_u = (np.asarray(fourier().features(at), np.float64) for at in (X, Z))

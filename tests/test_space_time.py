@@ -88,7 +88,7 @@ def test_smoothing_of_blocks_is_the_dense_posterior_whatever_their_size():
         assert_allclose(q.log_normaliser, log_z, atol=1e-12)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("bound", ["tight", pytest.param("titsias", marks=pytest.mark.exhaustive)])
 def test_one_step_is_the_sparse_posterior_with_inducing_values_at_all_pairs(bound):
     y, noise = RNG.normal(size=N), 0.25
@@ -222,7 +222,7 @@ def test_latents_beside_f_have_the_joint_posterior_of_inducing_inputs_at_all_pai
     assert_allclose(loo, exact[4], atol=1e-7)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_draws_have_the_posterior_covariance(runs):
     guide, _, result = runs[0]
     # Without jitter none of them may be at a place, where nothing is left to be drawn.
@@ -275,7 +275,7 @@ def test_diagnostics_are_those_of_inducing_inputs_at_all_pairs():
     assert_allclose(found[0][0].std(), found[1][0].std(), rtol=0.3)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_sums_of_products_have_the_places_of_each():
     """The sum of independent functions, each with inducing values of its own at all pairs."""
     trend, map_of, both = Select(Matern32(2.0), [0]), Select(Matern32(0.9), [1, 2]), kernel_of()
@@ -313,7 +313,7 @@ def test_the_time_is_the_column_of_a_state_space_form(kernel, column):
     assert found.with_time(jnp.ones((4, D - 1))).sum(axis=0).tolist() == [0.0 if d == column else 4.0 for d in range(D)]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_several_functions_with_hyperparameters_of_their_own():
     kernel = Select(Matern32(jnp.asarray([[0.5], [2.0]])), [0]) * Select(Matern52(1.0, jnp.asarray([1.0, 0.3])), [1, 2])
 
@@ -369,7 +369,7 @@ def test_places_are_a_matrix_and_associative_scans_have_none():
         sgp.AutoMarkovGP(counts, space=Z, parallel=True)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_other_rows_are_refused_in_training():
     svi = SVI(counts, sgp.AutoMarkovGP(counts, space=Z), sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
     state = svi.init(jax.random.key(0), X, COUNTS)

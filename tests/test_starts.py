@@ -266,7 +266,7 @@ def test_a_guide_that_is_used_again_starts_at_the_data_of_the_new_fit():
     assert_allclose(params["x_auto_loc"], MEASURED, rtol=1e-12)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_other_autoguides_start_there_too_unless_they_say_where():
     kwargs = {"joint": False}
     delta = first_params(in_a_plate, MEASURED, Y, base=AutoDelta, **kwargs)

@@ -104,7 +104,7 @@ def test_a_discount_counts_rows_less_with_every_batch():
     np.testing.assert_allclose(at_new(svi, stream.get_params(state)), sparse_posterior(X, y, Z, weights), atol=1e-8)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_discount_is_in_the_sites_before_the_steps_and_in_the_age_of_the_memory():
     svi = svi_of(fixed)
     _, state, _ = streamed(svi, (X, y), BATCHES[:2], memory=0, discount=0.6)
@@ -137,7 +137,7 @@ def test_with_a_memory_of_everything_a_step_is_that_of_the_batch_with_all_rows()
     np.testing.assert_allclose(at_new(svi, found), at_new(svi, expected), atol=1e-8)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_memory_stands_for_what_the_past_does_not_know_of():
     """The gradient is that of the past, the rows, and −½ w Σ_m {[(y_m − m_m)² + T_m²]/σ² + log(1 + r_m/σ²)} at fixed m and T."""
     svi = svi_of(learned, others=optax.sgd(1e-3))

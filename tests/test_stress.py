@@ -279,7 +279,7 @@ def test_hostile_problems_end_finite_and_right_or_steps_are_refused_and_counted(
 
 
 @pytest.mark.parametrize("name", representative(["natural", "tied"], ["tied"]))
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_one_datum_and_more_inducing_inputs_than_data_end_finite_and_right_or_counted(name):
     for case_name, case in FEW.items():
         with named(case_name):

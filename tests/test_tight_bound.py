@@ -216,7 +216,7 @@ def test_a_joint_posterior_reaches_the_tighter_bound_of_all_its_members(name):
     assert bound < oracles.gaussian_log_density(Y, np.full(N, 2.0 * MEAN), 4.0 * PRIOR.Kff + shared + noise)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_noise_scale_with_nodes_has_the_gain_at_each_of_them():
     def model(X):
         f = site(X=X)
@@ -304,7 +304,7 @@ def test_a_joint_posterior_gains_by_weights_what_another_one_does(weight):
     assert_allclose(tight - loose, 2.5 * max(weight, 1.0) * np.sum(x - np.log(1.0 + x)), rtol=1e-9)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("joint", [False, pytest.param("auto", marks=pytest.mark.exhaustive)])
 def test_natural_steps_are_the_same_and_gradients_are_those_of_the_value(joint):
     def model(X):

@@ -208,7 +208,7 @@ def with_effects(X, y=None):
         numpyro.sample("y", dist.NegativeBinomial2(jnp.exp(f + level), concentration), obs=y)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_new_outcomes_beside_joint_latents_are_refused():
     guide = sgp.AutoVecchiaGP(with_effects, num_neighbours=5)
     svi = SVI(with_effects, guide, sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
@@ -233,7 +233,7 @@ def test_latents_beside_f_have_the_joint_posterior_of_inducing_inputs_in_all_row
         assert_allclose(value, other_quantiles[name], atol=1e-7, err_msg=name)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_more_neighbours_come_closer_to_the_dense_posterior():
     _, result = trained(guide := sgp.AutoTSVGP(counts, None, base=AutoDelta), counts)
     dense = guide.posterior(jax.random.key(1), result.params, X)["f"]
@@ -246,7 +246,7 @@ def test_more_neighbours_come_closer_to_the_dense_posterior():
     assert errors[1] < 0.3
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_several_functions_with_hyperparameters_of_their_own():
     kernel = Matern32(jnp.asarray([0.5, 1.5]), jnp.asarray([1.0, 2.0]))
 
@@ -281,7 +281,7 @@ def test_new_outcomes_are_taken_in_as_if_they_had_been_there():
     assert_allclose(q.mean, COUNTS @ gain, atol=1e-8)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_step_has_no_matrix_of_all_rows():
     sizes = {}
     for many in (2000, 8000):
@@ -294,6 +294,7 @@ def test_a_step_has_no_matrix_of_all_rows():
     assert sizes[8000] < 8 * 8000 * 2000
 
 
+@pytest.mark.thorough
 def test_rows_in_another_order_are_refused_in_training():
     svi = SVI(counts, sgp.AutoVecchiaGP(counts), sgp.NaturalGradient(0.5), sgp.QuadratureELBO())
     state = svi.init(jax.random.key(0), X, COUNTS)
