@@ -30,7 +30,7 @@ from numpyro_sgp.fitting.automatic.budget import Budget, parsed_budget
 from numpyro_sgp.fitting.automatic.laplace import laplace_covariance, moments_along
 from numpyro_sgp.fitting.automatic.placing import placed, precision_of_rows, unexplained
 from numpyro_sgp.fitting.automatic.profile import Profile
-from numpyro_sgp.fitting.automatic.report import evidence_of
+from numpyro_sgp.fitting.automatic.report import evidence_of, khat_of
 from numpyro_sgp.fitting.automatic.search import Search
 from numpyro_sgp.fitting.automatic.task import Task, effects, few_rows, has_latent_inputs, is_over_time
 
@@ -45,6 +45,12 @@ F = np.sin(3.0 * X[:, 0])
 Y = F + 0.2 * RNG.normal(size=N)
 COUNTS = RNG.poisson(np.exp(F + 1.0)).astype(float)
 GROUP = RNG.integers(0, 4, N)
+
+
+@pytest.fixture(autouse=True)
+def without_khat(monkeypatch):
+    """Draws take seconds; a test of the Pareto k puts them back."""
+    monkeypatch.setattr(module, "khat_of", lambda *_: None)
 
 
 def regression(X, y=None, num_data=None):
@@ -172,13 +178,40 @@ def test_as_many_inducing_inputs_as_rows_lose_what_their_jitter_adds():
     assert "log evidence between" in str(result.report)
 
 
+def test_a_model_without_bounds_of_the_evidence_has_a_pareto_k(monkeypatch):
+    def model(X, y=None):
+        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
+        f = numpyro.sample("f", sgp.GaussianProcess(sgp.kernels.SquaredExponential(lengthscale), X))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
+
+    monkeypatch.setattr(module, "khat_of", khat_of)
+    result = sgp.fit(model, KEY, (X, COUNTS))
+    assert result.report.evidence is None
+    assert result.report.khat < 0.7
+    assert f"Pareto k {result.report.khat:.2f}: close to the posterior" in str(result.report)
+    prior = sgp.GaussianProcess(sgp.kernels.SquaredExponential(1.0), X)
+    loc, scale = (result.params[f"lengthscale_auto_{name}"] for name in ("loc", "scale"))
+    elsewhere = {**result.params, "lengthscale_auto_loc": loc + 8.0 * scale}
+    khat = khat_of(KEY, result.svi, elsewhere, {}, {"f": prior}, (X, COUNTS), {})
+    assert khat > 0.7
+    assert "not close to the posterior" in str(dataclasses.replace(result.report, khat=khat))
+    # Its draws would take a minute of 700 rows.
+    many = sgp.GaussianProcess(sgp.kernels.SquaredExponential(1.0), np.zeros((700, 1)))
+    assert khat_of(KEY, result.svi, result.params, {}, {"f": many}, (X, COUNTS), {}) is None
+
+
 @pytest.mark.thorough
-def test_a_count_model_has_its_effects_in_the_joint_posterior_and_ends_where_no_gradient_is_left():
+def test_a_count_model_has_its_effects_in_the_joint_posterior_and_ends_where_no_gradient_is_left(
+    monkeypatch,
+):
+    monkeypatch.setattr(module, "khat_of", khat_of)
     result = sgp.fit(counts, KEY, (X, GROUP, COUNTS))
     (group,) = result.guide.joint_groups(result.params)
     assert set(group.latents) == {"level", "effect"}
     assert result.report.converged
     assert result.report.evidence is None
+    assert result.report.khat < 0.7
     assert "joint posterior of f, " in str(result.report)
     assert set(result.report.laplace) == {"lengthscale", "spread"}
     median, upper = (

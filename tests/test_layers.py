@@ -69,8 +69,8 @@ LAYERS = [
     "guides/conditioning",
     "guides/guide",
     "posteriors",
-    "fitting",
     "diagnostics",
+    "fitting",
 ]
 WITHOUT_NUMPYRO = LAYERS[: LAYERS.index("distributions")]
 MAY_USE_NUMPYRO_INTERNALS = {"distributions", "guides", "losses", "optim"}

@@ -18,7 +18,7 @@ from numpyro_sgp._internal.checks import positive
 from numpyro_sgp.fitting.automatic.budget import BATCH, parsed_budget
 from numpyro_sgp.fitting.automatic.needs import inducing_of, priors_at
 from numpyro_sgp.fitting.automatic.placing import unexplained
-from numpyro_sgp.fitting.automatic.report import FitReport, FitResult, evidence_of
+from numpyro_sgp.fitting.automatic.report import FitReport, FitResult, evidence_of, khat_of
 from numpyro_sgp.fitting.automatic.search import NEGLIGIBLE, Search
 from numpyro_sgp.fitting.automatic.task import Task, effects, few_rows, is_over_time
 from numpyro_sgp.fitting.batches import checked_batch_size, checked_rows
@@ -239,11 +239,14 @@ def _result(
     inducing, values, priors = inducing_of(guide, params), {}, {}
     if not task.over_time:
         values, priors = priors_at(task.model, guide, params, search.args, search.kwargs, search.rng_key)
-    evidence = None
+    evidence = khat = None
     if search.rows == task.rows and len(priors) == 1 and not any(g.latents for g in guide.joint_groups(params)):
         ((site, prior),) = priors.items()
         given = {**params, **{name: value for name, value in values.items() if name != site}}
         evidence = evidence_of(task.model, given, site, prior, inducing.get(site), search.args, search.kwargs)
+    if evidence is None and priors and search.rows == task.rows and search.deterministic and not task.is_over:
+        given = {**params, **(state.mutable_state or {})}
+        khat = khat_of(search.rng_key, svi, given, values, priors, search.args, search.kwargs)
     chosen = () if task.base_given else search.latents
     report = FitReport(
         num_rows=task.rows,
@@ -253,6 +256,7 @@ def _result(
         enough=search.enough,
         converged=converged,
         evidence=evidence,
+        khat=khat,
         joint=tuple((*group.sites, *group.latents) for group in guide.joint_groups(params)),
         laplace=chosen if searched else (),
         independent=() if searched else chosen,

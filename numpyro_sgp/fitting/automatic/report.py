@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 import dataclasses
-from typing import Any, NamedTuple
+import importlib.util
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax import Array
@@ -12,19 +13,26 @@ from numpyro import distributions as dist
 from numpyro import handlers
 from numpyro.infer import SVI
 
+from numpyro_sgp.diagnostics.importance import psis_khat
 from numpyro_sgp.distributions.gaussian_process import GaussianProcess
 from numpyro_sgp.distributions.sparse_regression import SparseGPRegression
 from numpyro_sgp.distributions.traces import Trace
 from numpyro_sgp.distributions.wrappers import unwrap
+from numpyro_sgp.fitting.automatic.needs import inducing_of
+from numpyro_sgp.guides.guide import AbstractAutoSparseGP
 from numpyro_sgp.losses.tight import gaussian_of
 from numpyro_sgp.posteriors.dual.guide import AutoTSVGP
 from numpyro_sgp.posteriors.markov.guide import AutoMarkovGP
 
-__all__ = ["Evidence", "FitReport", "FitResult", "evidence_of"]
+__all__ = ["Evidence", "FitReport", "FitResult", "evidence_of", "khat_of"]
 
 # An upper bound reads the whole covariance matrix, this many numbers of it for a second or two.
 _MOST_ENTRIES = 4e8
 _ITERATIONS = 10
+# Draws for the Pareto k, each of at most so many operations N M²: ten seconds for all of them.
+_DRAWS, _MOST_OPERATIONS = 500, 5e7
+# Above this the importance ratios have no mean that draws can find.
+_GOOD_KHAT = 0.7
 
 
 class Evidence(NamedTuple):
@@ -46,6 +54,8 @@ class FitReport:
         enough: whether that is as little as was wanted; if not, more inducing inputs would help.
         converged: whether training ended because the bound no longer rose.
         evidence: bounds of the log evidence, of a regression with one GP and Gaussian noise.
+        khat: the Pareto k̂ of other models (`diagnostics.psis_khat`): below 0.7 the posterior is close to the best one.
+            None without ArviZ, of more than a few hundred rows, and where the bound needs random numbers.
         joint: GP sites and latents that have one joint posterior, for each such group.
         laplace: latents with a Laplace approximation, moved from the mode to the mean.
         independent: latents with independent Gaussians, which steps have trained.
@@ -59,6 +69,7 @@ class FitReport:
     enough: bool
     converged: bool
     evidence: Evidence | None
+    khat: float | None
     joint: tuple[tuple[str, ...], ...]
     laplace: tuple[str, ...]
     independent: tuple[str, ...]
@@ -76,6 +87,9 @@ class FitReport:
             lower, upper = self.evidence
             bounds = f"between {lower:.6g} and {upper:.6g}: at most {(upper - lower) / self.num_rows:.2g} nats a row"
             lines.append(f"log evidence {bounds} are lost" if lower < upper else f"log evidence {lower:.6g}, exact")
+        if self.khat is not None:
+            is_close = "close" if self.khat < _GOOD_KHAT else "not close"
+            lines.append(f"Pareto k {self.khat:.2f}: {is_close} to the posterior")
         lines += [f"joint posterior of {', '.join(names)}" for names in self.joint]
         if self.laplace:
             lines.append(f"Laplace approximation of {', '.join(self.laplace)}")
@@ -160,3 +174,36 @@ def evidence_of(
     y = jnp.asarray(first[observed[0]]["value"])
     lower, upper = bounds(prior.kernel, prior.X, inducing, at_zero.scale, mean, y)
     return Evidence(float(lower), float(upper))
+
+
+def khat_of(
+    rng_key: Array,
+    svi: SVI,
+    params: Mapping[str, Any],
+    values: Mapping[str, Any],
+    priors: Mapping[str, GaussianProcess],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+) -> float | None:
+    """The Pareto k̂ of a posterior; None without ArviZ, and where its draws take too long.
+
+    Args:
+        rng_key: a key.
+        svi: model and guide.
+        params: those of the guide, and mutable state.
+        values: of all latents, for their sizes.
+        priors: of the GP sites.
+        args: arguments of the model, with all rows.
+        kwargs: keyword arguments of the model.
+    """
+    guide = cast(AbstractAutoSparseGP, svi.guide)
+    found = inducing_of(guide, params)
+    sizes = {
+        site: np.prod(prior.batch_shape) * (found[site].num_inducing if site in found else prior.event_shape[0])
+        for site, prior in priors.items()
+    }
+    effects = sum(np.size(values[name]) for group in guide.joint_groups(params) for name in group.latents)
+    N = max(prior.event_shape[0] for prior in priors.values())
+    if N * (sum(sizes.values()) + effects) ** 2 > _MOST_OPERATIONS or importlib.util.find_spec("arviz") is None:
+        return None
+    return psis_khat(rng_key, svi, params, *args, num_samples=_DRAWS, **kwargs)
