@@ -518,7 +518,9 @@ def test_a_model_without_num_data_sees_all_rows_and_one_with_random_numbers_take
     monkeypatch.setattr(module, "_LONGEST_CYCLE", 40)
     result = sgp.fit(deep, KEY, (X, Y), progress_bar=False)
     assert result.report.method == f"batches of {N}, 40 steps"
-    assert set(result.report.num_inducing) == {"f", "g"}
+    assert result.report.num_inducing == {"f": N, "g": N}
+    assert result.report.enough  # although they are trained
+    assert "would explain more" not in str(result.report)
 
 
 def test_budgets_are_parsed_and_limit_the_number_of_inducing_inputs():

@@ -253,7 +253,7 @@ def _result(
         method=method,
         num_inducing={site: value.num_inducing for site, value in inducing.items()},
         unexplained={site: unexplained(priors[site].kernel, priors[site].X, Z) for site, Z in inducing.items()},
-        enough=search.enough,
+        enough=search.enough or all(each.num_inducing >= task.rows for each in inducing.values()),
         converged=converged,
         evidence=evidence,
         khat=khat,
