@@ -421,6 +421,38 @@ def test_skewed_densities_have_their_moments():
         assert_allclose(mean, expected * np.sqrt(2.0 / np.pi), atol=0.01)
 
 
+class Density:
+    """What `_move_to_mean` takes of a `Profile`, for a density of independent standard Gaussians but for `fall`."""
+
+    def __init__(self, fall, D):
+        self.fall, self.unconstrained, self.state = fall, {"z": jnp.zeros(D)}, np.zeros(D)
+
+    def evaluate(self, others):
+        self.state = np.asarray(others.get("z", self.state), float)
+        return 0.5 * self.state @ self.state + float(self.fall(self.state)), {}
+
+    def on_both_sides(self, _, directions):
+        ends = np.stack([directions, -directions], axis=1)
+        both = jax.vmap(jax.vmap(jax.value_and_grad(lambda z: 0.5 * z @ z + self.fall(z))))(jnp.asarray(ends))
+        return tuple(np.asarray(each) for each in both)
+
+
+def test_the_mean_moves_by_terms_of_first_order_only_where_these_are_small():
+    def small(z):
+        return 0.05 * z[0] * jnp.sum(z[1:] ** 2)
+
+    density = Density(small, 4)
+    laplace_module._move_to_mean(density, ["z"], np.eye(4))
+    assert_allclose(density.state, [-0.15, 0.0, 0.0, 0.0], atol=1e-6)  # -½ Σ_j d³ / dz_0 dz_j², and that is 0.1
+
+    def large(z):
+        return 0.5 * z[0] * jnp.sum(z[1:] ** 2) + z[0] ** 4
+
+    density = Density(large, 5)
+    laplace_module._move_to_mean(density, ["z"], np.eye(5))
+    assert_allclose(density.state, np.zeros(5), atol=1e-6)  # at -2 it is lower than a Gaussian by 16 nats
+
+
 def test_a_covariance_needs_a_curvature_that_is_that_of_a_maximum():
     H = np.asarray([[2.0, 1.0], [1.0, 3.0]])
     assert_allclose(laplace_covariance(H), np.linalg.inv(H))

@@ -19,6 +19,8 @@ _CHECKS, _MOST_EXCESS, _MOST_EXCESS_EACH = 4, 5.0, 3.0
 # In standard deviations: how far from the mode the bound says how skewed a posterior is, and how far the mean may be.
 # Farther out a density falls at least as one of this precision, where it is one at the mode.
 _AT, _FARTHEST, _LEAST_CURVATURE = 2.0, 2.0, 0.25
+# A density is higher at its mean than a Gaussian is there, for the mean is on its longer side; or lower by so little.
+_MOST_BELOW = 0.1
 
 
 class Laplace(NamedTuple):
@@ -103,7 +105,8 @@ def _move_to_mean(profile: Profile, names: Sequence[str], covariance: np.ndarray
 
     Along each principal axis of the covariance, the bound and its slope on both sides of the mode say what the
     moments are; INLA has the bound alone (Martins, Simpson, Lindgren and Rue, 2013). Where the slope along another
-    axis is the same on both sides, the mean moves along that one, too.
+    axis is the same on both sides, the mean moves along that one, too. That is of first order: where it leads to a
+    place of lower density than a Gaussian has there, as with many latents of wide posteriors, it is left out.
 
     Args:
         profile: the bound.
@@ -122,12 +125,14 @@ def _move_to_mean(profile: Profile, names: Sequence[str], covariance: np.ndarray
     thirds = -0.5 * np.sum(slopes, axis=1) / _AT**2
     thirds = np.where(np.isfinite(thirds), thirds, 0.0)
     np.fill_diagonal(thirds, 0.0)
-    means = np.clip(means + np.sum(thirds, axis=0), -_FARTHEST, _FARTHEST)
-    moved = unravel(flat + jnp.asarray(means @ directions, flat.dtype))
-    if not np.isfinite(profile.evaluate(dict(zip(names, moved, strict=True)))[0]):
+    for shift, most in ((means + np.sum(thirds, axis=0), _MOST_BELOW), (means, np.inf)):
+        shift = np.clip(shift, -_FARTHEST, _FARTHEST)
+        moved = unravel(flat + jnp.asarray(shift @ directions, flat.dtype))
+        reached, _ = profile.evaluate(dict(zip(names, moved, strict=True)))
+        if np.isfinite(reached) and reached - value <= 0.5 * shift @ shift + most:
+            return (directions.T * sds**2) @ directions
         profile.state = at_mode
-        return covariance
-    return (directions.T * sds**2) @ directions
+    return covariance
 
 
 def moments_along(falls: np.ndarray, slopes: np.ndarray) -> tuple[float, float]:
