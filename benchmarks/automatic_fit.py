@@ -14,6 +14,7 @@ its own, whose processor time counts from its start to the last parameter, impor
     python benchmarks/automatic_fit.py --data yacht.npz --chains --output results
     python benchmarks/automatic_fit.py --nuts --output results
     python benchmarks/automatic_fit.py --nuts "correlated effects" --output results
+    python benchmarks/automatic_fit.py --output results  # means of what is there
 
 With `--budget` there is `fit` alone, with so many seconds, and with `--by-hand` t-SVGP with six settings: trained
 inducing inputs from k-means or, of up to 1000 rows, none; Adam of 0.01 or 0.03 that falls to zero; hyperparameters at
@@ -482,6 +483,35 @@ def measured(library: str, python: str, path: Path, reduced: bool) -> dict:
     return json.loads(result.stdout.splitlines()[-1])
 
 
+def summary(runs: dict) -> None:
+    """Means over the folds of each set and library, and in how many folds `fit` has the lower NLPD."""
+    for name, run in runs.items():
+        for title in (title for title, folds in run.items() if isinstance(folds, dict)):
+            found = [each for each in run[title].values() if "failed" not in each]
+            means = []
+            for key in ("nlpd", "error", "seconds"):
+                values = [each[key] for each in found if each.get(key) is not None]
+                means.append(f"{key} {np.mean(values):.3f}" if values else "")
+            print(f"{name:14s} {title:12s} {len(found)} folds: {', '.join(means)}")
+    for peer in ("gpflow", "dense"):
+        gaps = {
+            name: [
+                run["numpyro_sgp"][fold]["nlpd"] - found["nlpd"]
+                for fold, found in run[peer].items()
+                if "nlpd" in found and fold in run["numpyro_sgp"]
+            ]
+            for name, run in runs.items()
+            if run.get("numpyro_sgp") and run.get(peer)
+        }
+        of_folds = [gap for of_set in gaps.values() for gap in of_set]
+        if of_folds:
+            ahead = sum(np.mean(of_set) < 0.0 for of_set in gaps.values())
+            print(
+                f"fit is ahead of {peer} on {ahead} of {len(gaps)} sets and in {sum(np.less(of_folds, 0.0))} of "
+                f"{len(of_folds)} folds, at most {max(of_folds):.3f} behind"
+            )
+
+
 def main(arguments: argparse.Namespace) -> None:
     """Every data set, fold and library."""
     from common import data_set, earlier, earlier_table, report
@@ -531,6 +561,7 @@ def main(arguments: argparse.Namespace) -> None:
                     f"NLPD {found['nlpd']:.4f}, error {found['error']:.4f}, {found['seconds']:.0f} s, M = {found['M']}"
                 )
                 print(f"{name} {fold} {title}: {text}", flush=True)
+    summary(runs)
     if arguments.nuts is not None or arguments.reduced:
         table = against_nuts(arguments.reduced, arguments.nuts or [])
         before = earlier_table("automatic_fit_nuts", arguments.output) if arguments.nuts else []
